@@ -1,8 +1,8 @@
-"""What runs for a shape: which GEMM, which tiles, how the work is cut, where things lie. Pure: it needs no GPU.
+"""The planner decides what a call runs: the GEMM, its tiles, how the work is divided, and where data lies in memory.
 
-`problem` is what a plan depends on, `variants` are the kernels. `cost` is the model that predicts a path's time, with
-its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `backward` a whole call. What these take of
-one family of kernels each is in `copies`, `limbs`, `skinny` and `split_k`.
+It is pure and needs no GPU. `problem` describes what a plan depends on, and `variants` lists the kernels. `cost` is the
+model that predicts the time of a path; its constants are in `rates` and `h200`. `gemm` plans one product, `forward` and
+`backward` plan a whole call. `copies`, `limbs`, `skinny` and `split_k` each plan one family of kernels for them.
 """
 
 from .activate import place_of_u as place_of_u

@@ -1,4 +1,4 @@
-"""The plans of the elementwise launches: after a forward y = f(u) or f(u + residual), and the gradient before f."""
+"""Plans the elementwise launches: y = f(u) or f(u + residual) after a forward, and the gradient before f."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .variants import activate, activate_backward
 
 
 def place_of_u(p: Matmul, *, out: bool, keeps: bool) -> tuple[Matmul, dict[str, Any]]:
-    """For the plan of a forward that makes u where a launch will make y: the call, and options of `plan_forward`.
+    """Return the call and the options with which `plan_forward` plans a forward that makes u; a later launch makes y.
 
-    u lies in y's memory if nothing keeps it and y is contiguous, on 16 bytes; else it is an array of its own.
+    u lies in y's memory if nothing keeps u and y is contiguous and starts on 16 bytes. Else u is an array of its own.
     """
     if not keeps and p.y.aligned and p.y.strides == (p.n, 1):
         return p, {"out": out}
@@ -24,9 +24,9 @@ def place_of_u(p: Matmul, *, out: bool, keeps: bool) -> tuple[Matmul, dict[str, 
 def then_activate(
     program: Program, p: Matmul, activation: Any, *, out: bool, keeps: bool, residual: Matrix | None = None
 ) -> Program:
-    """A forward that makes u as `place_of_u` says, and after it y = f(u), or f(v) with v = u + residual.
+    """Add y = f(u), or y = f(v) with v = u + residual, to `program`, a forward that makes u where `place_of_u` says.
 
-    `p`: the call, with the layout of y. `keeps`: the array "u" is returned; with a residual it then holds v.
+    `p` is the call, with the layout of y. If `keeps`, the array "u" is returned; with a residual it then holds v.
     """
     build = Builder(p.device)
     arrays = tuple(a._replace(scratch=not keeps) if a.name == "u" else a for a in program.arrays)
@@ -39,15 +39,17 @@ def then_activate(
 
 
 def plan_residual(p: Matmul, activation: Any, residual: Matrix, *, keeps: bool) -> Program:
-    """Plan y = f(v), v = u + residual, from contiguous rows of u, which v replaces if it is kept, else y."""
+    """Plan y = f(v) with v = u + residual. The rows of u are contiguous. v overwrites u if `keeps`, else y does."""
     build = Builder(p.device)
     _add(build, p, activation, "u", build.make("y", (p.m, p.n), p.dtype) if keeps else "u", residual, keeps=keeps)
     return build.program("residual", "")
 
 
 def plan_activate_backward(p: Matmul, activation: Any, v: Matrix | None) -> Program:
-    """Plan dv = dy f'(v), contiguous; `p` has the layout of dy for y. `v`: of v or, where that is enough, y; None
-    without an activation, where dv is a copy of dy."""
+    """Plan dv = dy f'(v); dv is contiguous, and p.y is the layout of dy.
+
+    `v` is the layout of v, or of y if y is enough. It is None without an activation; dv is then a copy of dy.
+    """
     build = Builder(p.device)
     dv = build.make("dv", (p.m, p.n), p.dtype)
     kernel, item = activate_backward(p.dtype)
@@ -62,7 +64,7 @@ def plan_activate_backward(p: Matmul, activation: Any, v: Matrix | None) -> Prog
 
 
 def _add(build: Builder, p: Matmul, activation: Any, u: str, y: str, residual: Matrix | None, *, keeps: bool) -> None:
-    """Add the launch of activate."""
+    """Add the launch of the kernel activate."""
     kernel, item = activate(p.dtype, residual=residual is not None)
     fields: dict[str, Any] = {"m": p.m, "n": p.n, "y_row": p.y.strides[0], "y_col": p.y.strides[1]}
     fields["flags"] = flags(vector_y=p.y.aligned and p.y.strides == (p.n, 1))

@@ -1,4 +1,4 @@
-"""The plan of a backward call: its passes, its two products and the layout of its workspace."""
+"""Plans a backward call: its passes, its two products and the layout of its workspace."""
 
 from __future__ import annotations
 
@@ -29,53 +29,53 @@ from .program import ABSENT, Builder, Program, nbytes_of, place
 from .skinny import SkinnyBackward, skinny_backward
 from .variants import GHOST_FEATURES, column_sums, sum_ghosts
 
-_NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # a later launch writes no gradients
+_NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # for a launch that writes no gradients
 
 
 class Vectors(NamedTuple):
-    """Gradients of vectors: the dtype of each by name, and the shape of the scale if it has one element."""
+    """The dtypes of the vectors' gradients, by name, and the shape of the scale if it has one element."""
 
     dtypes: Mapping[str, str]
     scale_shape: tuple[int, ...] | None = None
 
 
 class Asked(NamedTuple):
-    """What is asked of a backward.
+    """What the caller asks of a backward.
 
-    A call has two stages, and may skip one: `norm` computes dg and the gradients of vectors from dy, `linear` the two
-    products from dg. Without `norm`, dy is the dg that the caller gives; it is not written, and copied if its rows do
-    not start on 16 bytes.
+    A call has two stages, and may skip one. `norm` computes dg and the gradients of vectors from dy. `linear` computes
+    the two products from dg. Without `norm`, the caller gives dg in place of dy. The call does not overwrite it, and
+    copies it if its rows do not start on 16 bytes.
     """
 
     training: bool
     needs: tuple[str, ...]
-    vectors: Vectors | None = None  # None: all have the dtype of x
+    vectors: Vectors | None = None  # None: all gradients have the dtype of x
     precision: str = "highest"
-    gemm: str = "auto"  # the forward's
+    gemm: str = "auto"  # the `gemm` of the forward
     activation: Any = None
     norm: bool = True
     linear: bool = True
     wide: bool = False  # dw is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations
-    renorm: bool = False  # the forward was one of batch renormalisation
-    groups: int = 1  # ghost batches
+    renorm: bool = False  # the forward used batch renormalisation
+    groups: int = 1  # how many ghost batches there are
     identity: bool = False  # no norm: y takes the place of the deviations, and without an activation dg is dy
-    ranks: Ranks | None = None  # whose sums arrive during a launch that waits for them, or between two
+    ranks: Ranks | None = None  # their sums arrive during a launch that waits for them, or between two launches
     ld_saved: int | None = None  # row pitch of the deviations
-    y: Matrix | None = None  # with `identity` and an activation
+    y: Matrix | None = None  # layout of y, with `identity` and an activation
 
 
 class Chosen(NamedTuple):
-    """How the stages run."""
+    """The planner's choices for the stages."""
 
-    dg: bool  # whether dg is computed; otherwise the products, if any, take dy for it
-    sums: bool  # whether sums of columns are
+    dg: bool  # whether dg is computed; if not, the products, if any, read dy instead of dg
+    sums: bool  # whether sums of columns are computed
     passes: Passes
-    dy: Matrix  # dy as the passes take it, perhaps a copy
+    dy: Matrix  # layout of the dy that the passes read, perhaps of a copy
     y: Matrix | None
-    pitch: int  # of dg's rows
-    ld_transposed: int  # pitch of dg's transpose, which dw by cuBLAS reads; 0: it reads dg
-    # the products: by skinny_backward, which makes dg, too; by dual_gemm; else each on its own
+    pitch: int  # pitch of dg's rows
+    ld_transposed: int  # pitch of dg's transpose, which cuBLAS reads to compute dw; 0 if it reads dg
+    # what computes the products: skinny_backward, which also makes dg; or dual_gemm; or else a `Product` for each
     skinny: SkinnyBackward | None
     dual: DualGemm | None
     of_dx: Matmul
@@ -85,25 +85,26 @@ class Chosen(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Offsets in the workspace, where the sums of each split come first."""
+    """Offsets in the workspace. The sums of each split come first, at offset 0."""
 
     totals: int  # the sums of all ranks
-    dg: int  # or the partial products of dw
+    dg: int  # dg, or the partial products of dw
     transposed: int
     limbs: Splits
     weight_first: bool
-    scales: int  # gradients of a scale of one element, per feature
-    ghost_gradients: int  # of vectors, of each ghost batch
-    posted: int  # what this rank posts, and `posts`, how many numbers these are
-    posts: int
+    scales: int  # gradients per feature, if the scale has one element
+    ghost_gradients: int  # gradients of vectors for each ghost batch
+    posted: int  # the numbers that this rank posts
+    posts: int  # how many numbers it posts
     gathered: int
     end: int
 
 
 def plan_backward(p: Matmul, asked: Asked) -> Program:
-    """Plan a backward call. `p` is the forward's, with dy for y; if ranks share the batch it may have no rows.
+    """Plan a backward call. `p` is the product of the forward, with dy in place of y.
 
-    Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
+    If ranks share the batch, `p` may have no rows. Raises a ValueError that names `gemm` if the `gemm` of the forward
+    cannot serve the call.
     """
     plan = _Backward(p, asked)
     if p.m == 0 and asked.ranks is None:
@@ -118,7 +119,7 @@ def plan_backward(p: Matmul, asked: Asked) -> Program:
 
 
 class _Backward:
-    """A plan in the making. `m` rows; p.m is at least 1, so that ranks without rows make the same choices."""
+    """Makes the plan of a call of `m` rows. p.m is at least 1, so that ranks without rows make the same choices."""
 
     def __init__(self, p: Matmul, asked: Asked) -> None:
         self.m, self.p, self.asked = p.m, p._replace(m=max(p.m, 1)), asked
@@ -138,7 +139,7 @@ class _Backward:
                 self.gradients[name] = self.build.make(gradient_of(name), shape, self.vectors.dtypes.get(name, dtype))
 
     def of_nothing(self) -> Program:
-        """The gradients of an empty batch are zeros."""
+        """Return the program for an empty batch, whose gradients are zeros."""
         made = self.build.program("", "").arrays
         if not self.asked.linear:
             self.build.make("dg", (0, self.p.n), self.p.dtype)
@@ -169,8 +170,8 @@ class _Backward:
         dw = None
         if linear and "weight" in needs:
             dw = choose_product("dw", of_dw, precision, gemm, asked.wide, whole_rows=dg)
-        # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major. A transpose takes less, except of
-        # small products: on an H200 it lost 2 to 28 % up to this limit, and beyond it between -8 and +32 % were won.
+        # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major. A transpose costs less, except for
+        # small products. On an H200 it lost 2 to 28 % up to this limit; beyond the limit it gained -8 to +32 %.
         small = p.m <= 2048 and p.m * p.m * n * k <= 2**38
         may_transpose = dtype == "float32" and precision == "high" and not small
         ld_transposed = round_up(p.m, 16 // size) if may_transpose and dw is not None and dw.gemm == "cublas" else 0
@@ -193,7 +194,7 @@ class _Backward:
             ld_transposed = 0
         if ld_transposed and dw is not None:
             at, padded = Matrix((ld_transposed, 1), True), dw.padded
-            if padded is not None:  # the transpose has no memory beyond its m rows; columns of x stay padded
+            if padded is not None:  # the transpose has no memory after its m rows; only columns of x stay padded
                 padded = padded._replace(m=dw.p.m, x=at) if padded.n > dw.p.n else None
             dw = dw._replace(p=dw.p._replace(x=at), padded=padded)
         y = asked.y if asked.y is None or on_words(asked.y, n, size) else in_rows(n, size)
@@ -202,7 +203,7 @@ class _Backward:
     def lay_out(self) -> None:
         """Divide the workspace."""
         p, chosen, asked, size = self.p, self.chosen, self.asked, ITEMSIZE[self.p.dtype]
-        sums, posts = column_sums(chosen.passes.sums[0])  # of a column
+        sums, posts = column_sums(chosen.passes.sums[0])  # numbers per column
         totals = round_up(chosen.passes.splits * sums * self.flat.n * 8, 256)
         dg = round_up(totals + (sums * p.n * 8 if asked.ranks else 0), 256)
         of_dg = p.m * chosen.pitch * size if chosen.dg and asked.linear and not asked.in_place else 0
@@ -219,7 +220,7 @@ class _Backward:
         )
 
     def copy_operands(self) -> None:
-        """Copy what cannot be taken as it lies, and name the memory of the operands."""
+        """Copy the operands whose layout the kernels cannot take, and name the memory of all operands."""
         p, chosen, build, dtype = self.p, self.chosen, self.build, self.p.dtype
         names = {"dy": "dy", "x": "x", "weight": "weight", "deviations": "deviations"}
         if self.m:
@@ -248,14 +249,15 @@ class _Backward:
         self.names = names | {"dx": self.gradients["x"], "dweight": self.gradients["weight"]}
 
     def add_norm(self) -> None:
-        """Add the steps from dy to dg and the gradients of vectors; skinny_backward also computes both products."""
+        """Add the steps that compute dg and the gradients of vectors. skinny_backward also computes both products."""
         p, chosen, build, names = self.p, self.chosen, self.build, self.names
         passes, ranks, skinny = chosen.passes, self.asked.ranks, chosen.skinny
         fields = self._fields()
         to_vectors = {f"to_{name}": self.gradients[name] for name in VECTOR_PARAMETERS}
-        if self.one_scale:  # first a gradient per feature, in float64; sum_features adds them up
+        if self.one_scale:  # the passes write a float64 gradient per feature; sum_features adds them up
             to_vectors["to_scale"] = place(self.at.scales)
-        final, final_fields = to_vectors, fields  # with ghost batches the passes write float64, and sum_ghosts these
+        # With ghost batches, the passes write float64 gradients of each ghost batch; sum_ghosts writes the final ones.
+        final, final_fields = to_vectors, fields
         if self.asked.groups > 1:
             to_vectors, fields = self._to_each_ghost(fields)
         needs_e = not {"scale", "gamma"}.isdisjoint(self.asked.needs)
@@ -268,12 +270,12 @@ class _Backward:
             build.launch(*passes.sums, fields, passed | {"ranks": ABSENT if ranks is None else "ranks"})
         elif chosen.sums and self.m:
             build.launch(*passes.sums, fields, {**reads, "workspace": of_sums, "zeros": zeros})
-        elif self.gradients["bias"] != ABSENT:  # in training: the only gradient of a vector, and it is zero
+        elif self.gradients["bias"] != ABSENT:  # in training: no other vector needs a gradient, and this one is zero
             build.clear(self.gradients["bias"], p.n * ITEMSIZE[self.vectors.dtypes["bias"]])
         if ranks is not None and not passes.fused:
             self._merge_ranks(ranks, fields, of_sums, to_vectors)
             of_sums = place(self.at.totals)
-            fields |= {"splits": 1, **_NO_VECTORS}  # merge_sums has written these
+            fields |= {"splits": 1, **_NO_VECTORS}  # merge_sums has written the gradients of vectors
         if self.m and skinny is not None:
             parts = place(self.at.dg)
             passed = {"dy": names["dy"], "d": "deviations", "x": "x", "w": "weight", "saved": "vectors"}
@@ -295,7 +297,7 @@ class _Backward:
             build.launch(*passes.total, {**final_fields, "to_scale": code}, of_features)
 
     def _fields(self) -> dict[str, Any]:
-        """BackwardProblem (kernels/backward/rows.cuh)."""
+        """Return the fields of the struct BackwardProblem (kernels/backward/rows.cuh)."""
         p, chosen, asked = self.p, self.chosen, self.asked
         passes, skinny, dtypes = chosen.passes, chosen.skinny, self.vectors.dtypes
         fields: dict[str, Any] = {"m": self.m, "n": p.n, "k": p.k, "ldx": p.x.strides[0], "ldw": p.w.strides[0]}
@@ -310,7 +312,7 @@ class _Backward:
         return fields | ({"to_scale": 8 + kind_code("float64")} if self.one_scale else {})
 
     def _to_each_ghost(self, fields: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-        """Where the passes store the gradients of vectors of each ghost batch, and their fields."""
+        """Return where the passes store the gradients of vectors for each ghost batch, and the passes' fields."""
         m, n = self.flat.m, self.flat.n
         fields = fields | {"m": m, "n": n, "features": self.p.n, "ghost_pitch": n // self.asked.groups}
         wanted = [name for name in VECTOR_PARAMETERS if fields[f"to_{name}"]]
@@ -319,7 +321,7 @@ class _Backward:
         return {f"to_{name}": rows[name] if name in wanted else ABSENT for name in VECTOR_PARAMETERS}, fields
 
     def _merge_ranks(self, ranks: Ranks, fields: dict[str, Any], of_sums: str, to_vectors: dict[str, str]) -> None:
-        """Add the merge of all ranks' sums; over NCCL, a launch before it posts those of this rank."""
+        """Add the launch that merges the sums of all ranks. Over NCCL, a launch before it posts this rank's sums."""
         build, at, merge = self.build, self.at, self.chosen.passes.merge
         assert merge is not None
         passed = {"d": "deviations", "saved": "vectors", "workspace": of_sums, "posted": ABSENT, "ranks": "ranks"}
@@ -331,7 +333,7 @@ class _Backward:
         build.launch(*merge, fields, passed)
 
     def add_products(self) -> None:
-        """Add the steps of dx and dweight, if skinny_backward has not computed them."""
+        """Add the steps that compute dx and dweight, if skinny_backward has not computed them."""
         p, chosen, asked, dweight = self.p, self.chosen, self.asked, self.gradients["weight"]
         if self.m and chosen.dual is not None:
             multiply_at_once(self.build, chosen.dual, chosen.of_dx, chosen.of_dw, self.names)

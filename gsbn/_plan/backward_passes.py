@@ -1,4 +1,4 @@
-"""How a backward divides dy among CTAs, and whether one launch does all passes."""
+"""Decides how a backward divides dy among CTAs, and whether one launch does all passes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .problem import ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, deviations_dtyp
 from .sources import Kernel, with_activation, with_ghosts, with_renorm
 from .variants import COLUMN_CLUSTERS, GHOST_KERNELS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
 
-SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg
-# In 16 bits, the most threads along a row of dy: up to FEW_ELEMENTS elements of dy, and beyond. A warp leaves more
-# columns of the last block empty, and was up to 10 % slower.
+SUMS_CTAS, DG_CTAS = 2, 2  # CTAs per SM of backward_sums and of backward_dg
+# The most threads along a row of a 16-bit dy: the first number up to FEW_ELEMENTS elements of dy, the second beyond.
+# A whole warp leaves more columns of the last block empty, and was up to 10 % slower.
 ROW_THREADS, FEW_ELEMENTS = (8, 16), 8_000_000
 SHARED_SPLITS = 4  # backward_sums uses clusters if at least this many fit per block of columns
-FUSED_ROWS, FUSED_CTAS = 1024, 2  # backward_fused does all passes up to these rows of a CTA and CTAs on an SM
+FUSED_ROWS, FUSED_CTAS = 1024, 2  # backward_fused does all passes up to these rows per CTA and CTAs per SM
 # A cluster of backward_fused shares columns if each CTA has at least SHARED_ROWS rows, and dy at most SHARED_ELEMENTS
-# elements: with one CTA on an SM, and with two, as one then loads while the other waits for its cluster.
+# elements. The second limit is for two CTAs per SM: one of them loads while the other waits for its cluster.
 SHARED_ROWS, SHARED_ELEMENTS = 128, (6_000_000, 20_000_000)
 
 
@@ -26,11 +26,11 @@ class Passes(NamedTuple):
 
     fused: bool  # `sums` is backward_fused, which also writes dg
     sums: tuple[Kernel, int]
-    merge: tuple[Kernel, int] | None  # of the ranks' sums, in training
+    merge: tuple[Kernel, int] | None  # merges the ranks' sums, in training
     dg: tuple[Kernel, int]
-    total: tuple[Kernel, int]  # of the gradient of a scale of one element
+    total: tuple[Kernel, int]  # adds up the gradient of a scale of one element
     splits: int  # clusters of backward_sums that share a column block
-    fields: dict[str, int]  # of the kernels' structs, as far as they say how dy is divided
+    fields: dict[str, int]  # the fields of the kernels' structs that say how dy is divided
 
 
 def dy_on_words(dy: Matrix, size: int) -> bool:
@@ -41,15 +41,16 @@ def cut_passes(
     p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, may_transpose: bool, transposed: bool,
     activation: Any, where: str | None, identity: bool, renorm: bool, ghosts: bool,
 ) -> Passes:  # fmt: skip
-    """Divide dy, p's y, among CTAs. `may_transpose`: with other `needs` the call would write dg's transpose,
-    `transposed`: it does; `where`: the sums of other ranks arrive "inside" a launch or "between" two.
+    """Divide dy, whose layout is p.y, among CTAs, and return the kernels of the passes.
 
-    `identity`: the layer has no norm, and y takes the place of the deviations. `renorm`: batch renormalisation.
-    `ghosts`: p's rows are those of a ghost batch, and its features those of all.
+    `may_transpose`: the call writes dg's transpose, or would with other `needs`; `transposed`: it writes it. `where`:
+    the sums of other ranks arrive "inside" a launch or "between" two launches. `identity`: the layer has no norm, and y
+    takes the place of the deviations. `renorm`: the forward used batch renormalisation. `ghosts`: p has the rows of one
+    ghost batch and the features of all ghost batches.
     """
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
-    # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. This does not depend
-    # on which gradients are wanted, so that all have the same bits.
+    # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. The choice does not
+    # depend on which gradients are wanted, so that each gradient always has the same bits.
     blocks, row_threads = row_threads_for(n, 16 // size)
     if size == 2:
         row_threads = min(row_threads, ROW_THREADS[m * n > FEW_ELEMENTS])
@@ -59,18 +60,18 @@ def cut_passes(
     step = ROW_STAGES * (THREADS // row_threads)
     # threads that merge a column (merge_splits)
     shares = 1 if dtype == "float64" else THREADS * size // (16 * row_threads)
-    # If there are few blocks, clusters share the rows: then there are few splits to merge.
+    # If there are few blocks, clusters share the rows, so that few splits must be merged.
     clusters = device.clusters(SUMS_CLUSTER) * device.ctas(SUMS_CTAS) // device.sms // blocks if device.hopper else 0
     sharing = SUMS_CLUSTER if clusters >= SHARED_SPLITS else 1
     alone = min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks)
     splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
     splits = ceil_div(splits, sharing)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
-    # Fused: one CTA or cluster has all rows of its columns, and needs no other sums.
+    # In a fused launch, one CTA or cluster has all rows of its columns, and needs no sums of others.
     fused = sums and where != "between" and not may_transpose
     resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
     saved_dtype = dtype if identity else deviations_dtype(dtype, m, training=training)
-    # 64 bytes of a row; more, if all CTAs are resident at once only then
+    # A CTA takes 64 bytes of a row. It takes more if all CTAs can be resident at once only then.
     fused_row_threads = next((t for t in (4, 8) if ceil_div(n, t * 16 // size) <= resident), 16)
     cluster = 1
     if training and saved_dtype == dtype != "float64" and where is None and not skinny:
@@ -100,8 +101,11 @@ def cut_passes(
 
 
 def _shared_columns(p: Matmul, row_threads: int) -> tuple[int, int]:
-    """row_threads of backward_fused, and CTAs of a cluster that shares the rows of its columns: the choice with the
-    least work per CTA among those whose CTAs are all resident at once. `row_threads` is the choice without clusters."""
+    """Return row_threads of backward_fused, and how many CTAs of a cluster share the rows of its columns.
+
+    Of the choices whose CTAs are all resident at once, it takes the one with the least work per CTA. `row_threads` is
+    the choice without clusters.
+    """
     m, n, size, asked = p.m, p.n, ITEMSIZE[p.dtype], p.limits.cluster
     found = []
     for cluster, wide in itertools.product(COLUMN_CLUSTERS if p.device.hopper else (), (4, 8, 16)):

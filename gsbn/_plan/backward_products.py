@@ -1,4 +1,4 @@
-"""The two products of a backward, dx and dw: which GEMM computes each, which limbs it needs, and the steps."""
+"""Plans the two products of a backward, dx and dw: which GEMM computes each, which limbs it needs, and the steps."""
 
 from __future__ import annotations
 
@@ -31,23 +31,25 @@ from .sources import Kernel
 from .split_k import Tall, tall
 from .variants import SPLIT_WIDTHS, TALL_THREADS
 
-LEAST_GAIN = 1.1  # a product alone takes limbs if the model gives them as much over cuBLAS: it errs by up to 0.15
+# `plan_product` takes limbs if the model expects them to be so many times as fast as cuBLAS. The model errs by up to
+# 0.15.
+LEAST_GAIN = 1.1
 FILL = 0.94  # forward_sm90 beats cuBLAS if its largest tiles fill this part of several waves (docs/history/backward.md)
 
 
 class Product(NamedTuple):
-    """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, bᵀ the weight or x."""
+    """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, bᵀ is the weight or x."""
 
-    p: Matmul  # with a copy of b if the GEMM cannot take b as it lies
+    p: Matmul  # the product, with a copy of b if the GEMM cannot take b's layout
     gemm: str
     kernel: Kernel | None
     grid: int
     block: int
     one: OneLaunch | None = None
-    wide: bool = False  # c is float32, of 16-bit operands
-    rows: int = 0  # of each CTA of skinny_product but the last; 0 for other kernels
+    wide: bool = False  # c is float32 although the operands have 16 bits
+    rows: int = 0  # rows of each CTA of skinny_product except the last; 0 for other kernels
     tall: Tall | None = None  # the launches of tall_product, for dw
-    padded: Matmul | None = None  # p with m and n in whole words of 16 bytes, if cuBLAS takes it so
+    padded: Matmul | None = None  # p with m and n in whole words of 16 bytes, if cuBLAS computes that
 
     @property
     def of_limbs(self) -> bool:
@@ -58,10 +60,10 @@ def multiply_both(
     build: Builder, dx: Product | None, dw: Product | None, splits: Splits, names: dict[str, str], precision: str, *,
     weight_first: bool, cleared: bool,
 ) -> None:  # fmt: skip
-    """Add the steps of dx = dg w and dweight = dgᵀ x, those that are needed, and of their limbs.
+    """Add the steps that compute dx = dg w and dweight = dgᵀ x, or the one that is needed, and the limbs for them.
 
-    `names` maps "dg", "transposed" (dg or its transpose, as dweight takes it), "x", "weight", "dx" and "dweight" to
-    their memory. `cleared`: an earlier step clears the maxima.
+    `names` maps "dg", "transposed" (dg or its transpose, whichever dweight reads), "x", "weight", "dx" and "dweight" to
+    their memory. `weight_first`: dweight is computed first. `cleared`: an earlier step clears the maxima.
     """
     of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
     limbs = Limbs(build, splits, of_limbs, cleared=cleared)
@@ -74,16 +76,16 @@ def multiply_both(
         _multiply(build, dx, (names["dg"], names["weight"], names["dx"]), limbs, "weight", precision)
     limbs.make(late=True)
     if dw is not None and not weight_first:
-        # dx's launch has waited for dg, so this one need not wait for dx's; except if limbs lie in dweight's memory or
-        # SMs are limited, as two launches would take more of them.
+        # The launch of dx has waited for dg, so the launch of dweight need not wait for that of dx. It must wait if
+        # limbs lie in dweight's memory, or if SMs are limited, since two launches at once would take more SMs.
         independent = dx is not None and dx.one is not None and not (dx.of_limbs or build.device.limited)
         _multiply(build, dw, of_dw, limbs, "x", precision, independent=independent)
 
 
 def plan_product(p: Matmul, precision: str, gemm: str) -> Program:
-    """Plan c = a b, with a (m, k) for p's x and bᵀ (n, k) for its weight, as dx = dg w is computed.
+    """Plan c = a b in the way of dx = dg w. p.x is the layout of a (m, k), and p.w is that of bᵀ (n, k).
 
-    Raises ValueError that names `gemm` if it cannot serve the call.
+    Raises a ValueError that names `gemm` if that GEMM cannot serve the call.
     """
     build, size = Builder(p.device), ITEMSIZE[p.dtype]
     a = p.x if on_words(p.x, p.k, size) else in_rows(p.k, size)
@@ -92,7 +94,7 @@ def plan_product(p: Matmul, precision: str, gemm: str) -> Program:
     doubtful = product.of_limbs and ieee_us(p, PRODUCTS) < LEAST_GAIN * _limbs_us(product.p)
     if doubtful and gemm == "auto" and cublas_obstacle(p) is None:
         product = choose_product("dx", q, precision, "cublas")
-    if product.gemm == "cublas" and product.padded is None:  # which takes more layouts
+    if product.gemm == "cublas" and product.padded is None:  # cuBLAS takes more layouts
         product = product._replace(p=for_cublas(p, element_for(p.dtype, precision)))
     limbs, _ = split_limbs_of(product, None, 0, own=False)
     c = build.make("c", (p.m, p.n), p.dtype)
@@ -108,7 +110,7 @@ def _multiply(
     build: Builder, product: Product, operands: tuple[str, str, str], limbs: Limbs, b: str, precision: str, *,
     independent: bool = False,
 ) -> None:  # fmt: skip
-    """Add the steps of one product. `operands`: the memory of a, b and c; a is dg, and `b` is b's name in `limbs`."""
+    """Add the steps of one product. `operands` is the memory of a (dg), b and c; `b` is the name of b in `limbs`."""
     p = product.p
     if product.one is not None and product.of_limbs:
         limbs.multiply(p, product.one, "dg", b, operands[-1])
@@ -132,7 +134,7 @@ def _multiply(
         if to != c:
             build.copy(Copy(to, c, (p.m, p.n), ITEMSIZE[dtype], q.y, p.y))
     else:
-        axis = 0 if product.rows else 1  # skinny_product takes b K-major, gemm_tiled MN-major
+        axis = 0 if product.rows else 1  # skinny_product takes a K-major b, gemm_tiled an MN-major b
         size, ldw = ITEMSIZE[p.dtype], p.w.strides[axis]
         whole = {"vector_w": p.w.aligned and ldw * size % 16 == 0, "vector_y": p.n * size % 16 == 0}
         fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": ldw, "ldg": p.n}
@@ -144,8 +146,11 @@ def _multiply(
 def choose_product(
     name: str, p: Matmul, precision: str, gemm: str, wide: bool = False, *, whole_rows: bool = False
 ) -> Product:
-    """Which GEMM computes dx or dw; `wide`: in float32, of 16-bit operands; `whole_rows`: dg's memory has all elements
-    of its rows up to their pitch."""
+    """Choose the GEMM that computes the product `name`, "dx" or "dw".
+
+    `wide`: the result is float32 although the operands have 16 bits. `whole_rows`: dg's memory has all elements of its
+    rows up to their pitch.
+    """
     obstacle, element = cublas_obstacle(p), element_for(p.dtype, precision)
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
@@ -157,13 +162,13 @@ def choose_product(
         return Product(q, path, *kernel, one, wide)
 
     of_limbs = p if 1 in p.w.strides else p._replace(w=copied)
-    own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # skinny_product
+    own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # whether skinny_product may serve, or is asked for
 
     def wins(us: float) -> bool:
         others = [_limbs_us(of_limbs)] + [ieee_us(p, PRODUCTS)] * (obstacle is None and gemm != "sm90")
         return us < min(others)
 
-    # with "sm90" where it beats one sum over all rows, which the tensor core would truncate
+    # "sm90" takes tall_product, too, if it is faster than one sum over all rows, which the tensor core would truncate
     of_rows = tall(p, precision) if name == "dw" and gemm != "cublas" else None
     if of_rows is not None and (asked or p.limits.tall or wins(of_rows.us)):
         return product("tiled", p)._replace(tall=of_rows)
@@ -183,16 +188,16 @@ def choose_product(
 
 
 def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: bool) -> tuple[Splits, bool]:
-    """The limbs that the products need, where they lie, and whether dw is computed before them.
+    """Return the limbs that the products need, with their places, and whether dw is computed before limbs are made.
 
     Limbs reuse memory where they can:
 
     - If both products need limbs, dx comes first. The weight's limbs lie in dw's memory, which has the same size. All
-      limbs of dg are made at once: those for dx overwrite dg, and x's limbs overwrite these once dx is there.
+      limbs of dg are made at once. Its limbs for dx overwrite dg; x's limbs overwrite them once dx is computed.
     - If only dx needs limbs and there are more rows than input features, dw comes first. dg's limbs then overwrite dg,
       and only the weight's limbs need room.
-    - If dx's launch makes the weight's limbs in registers, it needs dg's alone.
-    - If dg is not the call's `own`, it is not overwritten: all limbs have room of their own.
+    - If dx's launch makes the weight's limbs in registers, it needs only the limbs of dg.
+    - If dg is not the call's `own`, it is not overwritten, and all limbs have room of their own.
     """
     of_x, of_weight = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
     of_both = dx is not None and dx.one is not None and dx.one.element == "limbs"
@@ -222,17 +227,20 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
 
 
 def _limbs_us(p: Matmul) -> float:
-    """The time of a product of limbs by forward_sm90, copies included."""
+    """Return the time of a product of limbs by forward_sm90, including copies."""
     return cheapest_tile(p, "gemm", "limbs").us + copies_us(p, rates=PRODUCTS)
 
 
 def _cublas_us(p: Matmul, element: str) -> float:
-    """The time of a product by cuBLAS, copies included."""
+    """Return the time of a product by cuBLAS, including copies."""
     return product_us(p, element, to_y=True, rates=PRODUCTS) + copies_us(p, rates=PRODUCTS)
 
 
 def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
-    """Whether a GEMM of the backward uses limbs: asked for, faster than cuBLAS, or cuBLAS cannot serve."""
+    """Return whether a GEMM of the backward uses limbs: if asked for, if faster than cuBLAS, or if cuBLAS cannot serve.
+
+    `taken` is the product with the layout of b that limbs take.
+    """
     if not takes_limbs(p.dtype, precision, p.device) or max(p.m, p.n, p.k) > INT32_MAX // 2:
         return False
     if gemm != "auto" or obstacle is not None:
@@ -241,7 +249,7 @@ def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: 
 
 
 def _cheapest_for_cublas(p: Matmul, ours: Matmul, element: str, *, whole_rows: bool) -> tuple[Matmul, Matmul | None]:
-    """The product with the copies that cuBLAS wants, perhaps those of forward_sm90; and `_padded`, if it takes that."""
+    """Return the product with copies for cuBLAS, perhaps those of forward_sm90; and `_padded`, if cuBLAS takes that."""
     theirs, padded = for_cublas(p, element), _padded(ours, whole_rows=whole_rows)
     if p.dtype == "float64":
         return theirs, None
@@ -250,10 +258,10 @@ def _cheapest_for_cublas(p: Matmul, ours: Matmul, element: str, *, whole_rows: b
 
 
 def _padded(p: Matmul, *, whole_rows: bool) -> Matmul | None:
-    """The product with m and n rounded up to 16 bytes, where memory is contiguous along them; None if it is p.
+    """Return p with m and n rounded up to 16 bytes, where memory is contiguous along them; None if p stays as it is.
 
-    cuBLAS has its fast kernels only for such sizes, whatever the pitch. What lies between the end of a row of a or b
-    and the next row then takes part, and makes rows and columns of c that are not copied from c's own memory.
+    cuBLAS has its fast kernels only for such sizes, whatever the pitch. The elements between the end of a row of a or b
+    and the next row then take part. They make additional rows and columns of c, which are not copied to the result.
     """
     word = 16 // ITEMSIZE[p.dtype]
     m, n = p.m if p.x.strides[1] == 1 else round_up(p.m, word), round_up(p.n, word)
@@ -264,8 +272,11 @@ def _padded(p: Matmul, *, whole_rows: bool) -> Matmul | None:
 
 
 def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul, padded: Matmul | None) -> bool:
-    """Whether forward_sm90 computes a 16-bit product: asked for, faster than cuBLAS or than the host calls cuBLAS, or
-    cuBLAS cannot serve. `theirs` is the product as cuBLAS would take it, perhaps with other copies or `padded`."""
+    """Return whether forward_sm90 computes a 16-bit product.
+
+    It does if it is asked for, if it is faster than cuBLAS or than the host's call of cuBLAS, or if cuBLAS cannot
+    serve. `theirs` is the product as cuBLAS would take it, perhaps with other copies; `padded` is its padded form.
+    """
     if not p.device.hopper or p.dtype not in ("float16", "bfloat16"):
         return False
     if max(p.m, p.n, p.k) > INT32_MAX // 2 or p.k > MAX_TERMS[p.dtype]:
@@ -284,7 +295,7 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul, padd
 
 
 def _fills_waves(p: Matmul) -> bool:
-    """Whether the largest tiles fill several waves: there forward_sm90 was measured faster than cuBLAS."""
+    """Return whether the largest tiles fill several waves. There, forward_sm90 was measured faster than cuBLAS."""
     tile = cheapest_tile(p, "gemm", p.dtype)
     resident = p.device.clusters(tile.cluster)
     block_n = SM90_BLOCK_N * tile.cluster

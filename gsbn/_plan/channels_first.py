@@ -1,7 +1,7 @@
-"""Calls with channels first: x (N, C, L), y (N, O, L), by forward_sm90 and channels_backward; 16 bits, Hopper.
+"""Plans calls with channels first, x (N, C, L) and y (N, O, L), by forward_sm90 and channels_backward.
 
-In a `Matmul` m counts the N L rows. Its x and y are taken as contiguous, with channels first; only the weight's layout
-matters.
+They serve 16-bit calls on Hopper. In a `Matmul`, m is the number of rows, N L. x and y are always contiguous with
+channels first, so only the layout of the weight matters.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .split_k import split_k_reduction
 from .tensor_maps import L2_256B, L2_NONE
 from .variants import THREADS, channels_backward, column_sums
 
-LEAST_LENGTH = 64  # rows of a sample; tiles of shorter ones would be more than half empty
-WORD = 8  # elements of 16 bytes
-WORDS_AT_ONCE = Constants("channels_backward.cu", {})["AT_ONCE"] * THREADS  # that a CTA of channel_sums has in flight
-ITEMS = 8  # of an SM, in channel_sums and channel_dg: two or three times what is resident at once
-TILE_ELEMENTS = 16384  # what a tile's fixed costs are worth, in elements that a CTA moves
+LEAST_LENGTH = 64  # the least rows of a sample: tiles of shorter samples would be more than half empty
+WORD = 8  # elements in 16 bytes
+WORDS_AT_ONCE = Constants("channels_backward.cu", {})["AT_ONCE"] * THREADS  # words in flight in a CTA of channel_sums
+ITEMS = 8  # items of work per SM in channel_sums and channel_dg: two or three times what is resident at once
+TILE_ELEMENTS = 16384  # the fixed costs of a tile, as the number of elements that a CTA moves in that time
 
 
 def channels_first_obstacle(dtype: str, m: int, n: int, k: int, length: int, device: Device) -> str | None:
-    """Why these kernels cannot serve a layer of k inputs and n features, or its backward, or None."""
+    """Return why these kernels cannot serve a layer of k inputs and n features or its backward; None if they can."""
     if not device.hopper:
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
     if dtype not in ("float16", "bfloat16"):
@@ -45,7 +45,7 @@ def channels_first_obstacle(dtype: str, m: int, n: int, k: int, length: int, dev
         return f"the copy engine takes samples of {WORD}, {2 * WORD}, ... rows, from {LEAST_LENGTH} on"
     if max(m, n, k) > INT32_MAX // 2 or max(n, k) * length * ITEMSIZE[dtype] >= 2**40:
         return "the copy engine takes smaller sizes"
-    if k > MAX_TERMS[dtype] or n > MAX_TERMS[dtype]:  # n: of dx
+    if k > MAX_TERMS[dtype] or n > MAX_TERMS[dtype]:  # dx has sums of n terms
         return f"beyond {MAX_TERMS[dtype]} features its sums lose digits"
     if max(ceil_div(n, SM90_BLOCK_N), ceil_div(k, SM90_BLOCK_N)) > device.sms:
         return "a CTA keeps to one block of features"
@@ -53,16 +53,16 @@ def channels_first_obstacle(dtype: str, m: int, n: int, k: int, length: int, dev
 
 
 class _Tile(NamedTuple):
-    elements: int  # that a CTA moves
+    elements: int  # elements that a CTA moves
     block_m: int
     cluster: int
     clusters: int
-    columns: int  # of clusters' blocks of features
+    columns: int  # columns of tiles, each as wide as a cluster
     tiles: int  # rows of tiles
 
 
 def _tile(p: Matmul, length: int, mode: str, *, saves: bool = False) -> _Tile:
-    """The tile whose CTAs move the fewest elements. In mode "recompute" a CTA keeps to one block of features."""
+    """Return the tile whose CTAs move the fewest elements. In mode "recompute" a CTA stays in one block of features."""
     found = []
     asked = [tile for tile in CHANNELS_FIRST_TILES if p.limits.sm90 in (None, tile)] or CHANNELS_FIRST_TILES
     for block_m, cluster in asked:
@@ -96,7 +96,7 @@ def plan_forward_channels_first(
     vectors: Mapping[str, int],
     counts: bool = False,
 ) -> Program:
-    """Plan a forward: one launch. `saves` in training only; the other arguments are `plan_forward`'s."""
+    """Plan a forward in one launch. `saves` is for training only; the other arguments are those of `plan_forward`."""
     build = Builder(p.device)
     mode = "recompute" if training else "inference"
     tile = _tile(p, length, mode, saves=saves)
@@ -141,9 +141,9 @@ def plan_backward_channels_first(
     wide: bool = False,
     in_place: bool = False,
 ) -> Program:
-    """Plan the backward of a forward in training: sums, dg, dx and the partial products of dweight, and their sum.
+    """Plan the backward of a forward in training: sums, dg, dx, the partial products of dweight, and their sum.
 
-    `dtypes`: of the vectors that were given; the other arguments are those of `backward.Asked`.
+    `dtypes` has the dtypes of the vectors that were given. The other arguments are those of `backward.Asked`.
     """
     build, size = Builder(p.device), ITEMSIZE[p.dtype]
     m, n, k = p.m, p.n, p.k
@@ -157,7 +157,7 @@ def plan_backward_channels_first(
     w_at, of_w = _weight(build, p) if "x" in needs else (p.w, "weight")
     build.copy()
 
-    # the sums of a feature over the words of each split, dg, the partial products
+    # The workspace holds the sums of each feature over the words of each split, dg, and the partial products.
     of_sums, of_dg = (with_activation(kernel, activation) for kernel in channels_backward(p.dtype))
     words = m // WORD
     rows = ceil_div(words, max(1, min(words // WORDS_AT_ONCE, ITEMS * p.device.sms // n)))
@@ -206,12 +206,12 @@ def plan_backward_channels_first(
 
 
 class _Split(NamedTuple):
-    """How CTAs share dweight (n, k): its tiles, and the steps of COLUMN rows, which do not cross a sample."""
+    """How CTAs share dweight (n, k): by its tiles, and by steps of COLUMN rows. A step does not cross a sample."""
 
     block_m: int
     columns: int
     splits: int
-    steps: int  # of a split; those beyond the last sample load zeros
+    steps: int  # steps of a split; steps beyond the last sample load zeros
     grid: int
 
     @classmethod
@@ -226,13 +226,13 @@ class _Split(NamedTuple):
 
 
 def _weight(build: Builder, p: Matmul) -> tuple[Any, str]:
-    """The weight's layout for TMA, and its memory: the argument, or a copy in rows on 16 bytes."""
+    """Return the weight's layout for TMA, and its memory: the argument, or a copy whose rows start on 16 bytes."""
     at = p.w if on_words(p.w, p.k, ITEMSIZE[p.dtype]) else in_rows(p.k, ITEMSIZE[p.dtype])
     return at, build.operand("weight", (p.n, p.k), p.w, at, p.dtype)
 
 
 def _fields(p: Matmul, length: int, tile: _Tile) -> dict[str, Any]:
-    """ForwardSm90Problem of a call with neither vectors nor statistics."""
+    """Return the fields of the struct ForwardSm90Problem for a call with neither vectors nor statistics."""
     names = declared.record_dtype(channels_first_sm90(p.dtype, "gemm", 64, 1)).names or ()
     of_sample = ceil_div(length, tile.block_m)
     order = TileOrder.of(tile.tiles, tile.columns, tile.columns)
@@ -247,6 +247,6 @@ def _k_major(p: Matmul, at: Any) -> tuple[Any, ...]:
 
 
 def _samples(p: Matmul, features: int, length: int, promotion: int = L2_256B, *, box: int = COLUMN) -> tuple[Any, ...]:
-    """What the map of an array (N, features, length) encodes: boxes of `box` features and 128 bytes of rows."""
+    """Return what the map of an array (N, features, length) encodes: boxes of `box` features and 128 bytes of rows."""
     pitch = length * ITEMSIZE[p.dtype]
     return features, length, pitch, p.dtype, box, COLUMN, promotion, 0, p.m // length

@@ -1,4 +1,4 @@
-"""Copies of matrices to rows that every kernel can take, and back: layouts, and the grids of copying and clearing."""
+"""Plans copies of matrices to rows that every kernel can take, and back: layouts, and grids that copy and clear."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from .sources import Constants
 
 _ROWS = Constants("copy_rows.cu", {})
 COPIES_AT_ONCE = _ROWS["MATRICES"]  # matrices in a launch of copy_rows
-WORDS = _ROWS["WORDS"] * _ROWS["THREADS"]  # of 16 bytes, in an item of copy_rows
-CLEARED = 16 * Constants("clear.cu", {})["THREADS"]  # bytes of an item of clear
+WORDS = _ROWS["WORDS"] * _ROWS["THREADS"]  # words of 16 bytes in an item of copy_rows
+CLEARED = 16 * Constants("clear.cu", {})["THREADS"]  # bytes in an item of clear
 TILE = Constants("copy_matrix.cu", {})["TILE"]  # rows and columns of an item of copy_matrix
 
 
 def in_rows(cols: int, itemsize: int) -> Matrix:
-    """The layout of a copy: rows start on 128 bytes if that makes them at most an eighth longer, else on 16."""
+    """Return the layout of a copy. Rows start on 128 bytes if that makes them at most an eighth longer, else on 16."""
     lines = round_up(cols, 128 // itemsize)
     return Matrix((lines if 8 * lines <= 9 * cols else round_up(cols, 16 // itemsize), 1), aligned=True, own=True)
 
 
 def copy_along(at: Matrix, rows: int, cols: int, itemsize: int) -> Matrix:
-    """The layout of a copy that is row-major or column-major, as the matrix is."""
+    """Return the layout of a copy that is row-major or column-major, as the matrix is."""
     row, col = at.strides
     return in_rows(cols, itemsize) if abs(col) <= abs(row) else in_rows(rows, itemsize).T
 
 
 def adjacent(at: Matrix, cols: int) -> bool:
-    """Whether the elements of a row are adjacent, and rows do not overlap."""
+    """Return whether the elements of a row are adjacent, and rows do not overlap."""
     return at.strides[1] == 1 and at.strides[0] >= cols
 
 
 def on_words(at: Matrix, cols: int, itemsize: int) -> bool:
-    """Whether, in addition, all rows start on 16 bytes."""
+    """Return whether the matrix is `adjacent` and all its rows start on 16 bytes."""
     return adjacent(at, cols) and word(at, itemsize) == 16
 
 
 def whole_words(at: Matrix, cols: int, itemsize: int) -> bool:
-    """Whether rows may be written in whole words of 16 bytes. A copy's rows are padded, so the last word fits, too."""
+    """Return whether rows may be written in whole words of 16 bytes. Rows of a copy are padded, so all words fit."""
     return on_words(at, cols, itemsize) and (at.own or cols * itemsize % 16 == 0)
 
 
 def word(at: Matrix, itemsize: int) -> int:
-    """The bytes, up to 16, on which all rows start; or all columns, if the matrix is column-major."""
+    """Return the bytes, up to 16, on which all rows start, or all columns if the matrix is column-major."""
     pitch = max(at.strides) * itemsize
     return min(16, pitch & -pitch) if at.aligned else itemsize
 
@@ -50,7 +50,7 @@ def copy_grid(rows: int, cols: int, device: Device) -> int:
 
 
 def rows_grid(pieces: list[tuple[int, int]], device: Device) -> int:
-    """CTAs of copy_rows, for matrices of (rows, pieces of 2 bytes in a row)."""
+    """Return how many CTAs copy_rows has. `pieces` has each matrix' rows, and the pieces of 2 bytes in its rows."""
     return device.grid(sum(ceil_div(rows * ((cols + 6) // 8 + 1), WORDS) for rows, cols in pieces))
 
 

@@ -1,4 +1,4 @@
-"""The cost model: the time that a path is expected to take, in us, so that the planner can choose among paths."""
+"""The cost model predicts the time that a path takes, in us, so that the planner can choose among paths."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def one_launch_us(
     split: int = 1,
     rates: Rates = H200,
 ) -> float:
-    """The time of forward_sm90: `waves` of tiles, each with a mainloop and an epilogue, and the fixed costs of a call.
+    """Return the time of forward_sm90: the fixed costs of a call, and `waves` of tiles with a mainloop and an epilogue.
 
     A step of the mainloop takes as long as the slowest of these (`pace`): the tensor cores; a fixed cost; the loads of
-    all CTAs through L2, plus those from memory if the operands do not fit in L2; the latency of a stage divided by the
-    pipeline's stages; one CTA's TMA; reading all operands from memory once. In training a short tile waits for the
-    statistics of others. With split-k, each of the `split` CTAs of a cluster multiplies the rows of `split` tiles, and
-    they exchange sums.
+    all CTAs through L2, plus the loads from memory if the operands do not fit in L2; the latency of a stage divided by
+    the pipeline's stages; one CTA's TMA; reading all operands from memory once. In training, a short tile waits for the
+    statistics of other tiles. With split-k, each of the `split` CTAs of a cluster multiplies the rows of `split` tiles,
+    and the CTAs exchange sums.
     """
     m, n, k, dtype, *_ = p
-    of_x, of_w = (1, cluster) if mode == "cluster_batch" else (cluster, 1)  # CTAs that share a tile
+    of_x, of_w = (1, cluster) if mode == "cluster_batch" else (cluster, 1)  # CTAs that share a tile of x, and of w
     rows, ctas, product_m = ceil_div(m, block_m * of_w), clusters * cluster * split, split * block_m
     limbs = 2 if by_limbs(element) else 1
-    size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # of an operand's element
+    size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # bytes of an operand's element
     width = min(n, SM90_BLOCK_N)  # features of a tile
     loaded = limbs * ctas * (product_m / of_x + width / of_w) * 128e-6
-    groups = ceil_div(rows, split)  # of tiles
+    groups = ceil_div(rows, split)  # groups of `split` tiles
     distinct = min(groups, clusters) * product_m * of_w + max(1.0, clusters / groups) * of_x * width
     distinct *= limbs * split * 128e-6
     operands = 1e-6 * limbs * (m + n) * k * size
-    cold = min(1.0, max(0.0, operands / rates.l2_mb - 1))  # the part that does not stay in L2
+    cold = min(1.0, max(0.0, operands / rates.l2_mb - 1))  # the part of the operands that does not stay in L2
     feed = loaded / rates.l2_rate + cold * distinct / rates.memory_rate
     if limbs == 1 and any(max(at.strides) * size % 128 for at in (p.x, p.w)):
         feed *= rates.off_line
@@ -60,7 +60,7 @@ def one_launch_us(
     latency = cold * rates.memory_us + (1 - cold) * rates.l2_us * asking**rates.crowd
     latency += rates.sharing_us * (cluster - 1)
     two = occupancy(element, mode, block_m, cluster * split) == 2
-    # With room for as many clusters again, the next launch begins while this one runs.
+    # If the GPU has room for as many clusters again, the next launch begins while this one runs.
     overlaps = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
     stages_ = stages(element, mode, block_m, cluster, split)
     if two and overlaps and mode == "inference" and cold < 0.5 and not (p.x.own or p.w.own):
@@ -74,9 +74,9 @@ def one_launch_us(
     stored = y * (1 + saves) / rates.y_rate[mode]  # deviations are stored like y
     tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + stored
     if split > 1:
-        sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums, to each CTA
+        sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums that each CTA receives
         tile += rates.exchange_us + sent / rates.exchange_rate
-    warps = ceil_div(min(n, SM90_BLOCK_N), 32)  # of features
+    warps = ceil_div(min(n, SM90_BLOCK_N), 32)  # warps, each with 32 features
     if mode == "training":
         merge = rates.merge_us.get(rows, rates.trip_us)
         around = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
@@ -91,16 +91,16 @@ def one_launch_us(
 
 
 def _off_line(p: Matmul, rates: Rates) -> float:
-    """The factor on storing y if its rows do not start on 128 bytes, or not on 16: then smaller pieces are stored."""
+    """Return the factor on the time to store y. If rows do not start on 128 bytes, or not on 16, stores are smaller."""
     pitch = p.y.strides[0] * ITEMSIZE[p.dtype]
     return rates.off_line_y ** ((pitch % 128 > 0) + (pitch % 16 > 0))
 
 
 def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bool, rates: Rates = H200) -> float:
-    """The time of training by forward_sm90 in mode "recompute".
+    """Return the time of training by forward_sm90 in mode "recompute".
 
-    It computes `waves` of tiles for their statistics, and all waves but the last again for y. A tile takes its steps
-    and its epilogue, or the time to move its bytes.
+    The kernel computes `waves` waves of tiles for their statistics, and all waves except the last again for y. A tile
+    takes the time of its steps and epilogue, or the time to move its bytes if that is longer.
     """
     m, n, k, dtype, *_ = p
     # a CTA of a pair loads half of a tile of x
@@ -114,7 +114,7 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bo
         max(product + rates.tile_us["recompute"] * (1 + saves), x + y),
     )
     us = waves * first + (waves - 1) * again + y
-    # twice the arithmetic of other modes
+    # this mode does twice the arithmetic of other modes
     held = 4 * m * n * k / rates.held_flops * alone if ITEMSIZE[dtype] == 2 else 0.0
     return rates.call_us["recompute"] + max(us, held)
 
@@ -130,11 +130,11 @@ def skinny_us(
     saves: bool,
     rates: Rates = H200,
 ) -> float:
-    """The time of a forward by the skinny kernels: moving its bytes or multiplying, and bringing the weight to shared
-    memory.
+    """Return the time of a forward by the skinny kernels.
 
-    All SMs together have `features` and take `at_once` rows and `chunks` of 64 bytes of a row at a time; places that
-    stay empty take the same time.
+    They bring the weight to shared memory, and then move bytes or multiply, whichever takes longer. At a time, all SMs
+    together take `at_once` rows, `features` features, and `chunks` chunks of 64 bytes of a row. Places that stay empty
+    take the same time.
     """
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
     x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * (1 + saves) * 1e-6 / rates.skinny_rate
@@ -150,14 +150,16 @@ def skinny_us(
 
 
 def tall_us(p: Matmul, chunks: int, parts: int, *, whole_words: bool, rates: Rates = PRODUCTS) -> float:
-    """The time of tall_product: the chunks of a CTA or all bytes, and the partial products."""
+    """Return the time of tall_product: for a CTA's chunks or for all bytes, plus the time for partial products."""
     us = max(chunks * rates.tall_chunk_us[whole_words], (p.m + p.n) * p.k * 4e-6 / rates.skinny_rate)
     return rates.tall_call_us + us + 1e-6 * parts / rates.parts_rate
 
 
 def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:
-    """The time to make limbs before the launch of forward_sm90. MN-major operands take two more launches, and are read
-    twice."""
+    """Return the time to make limbs before the launch of forward_sm90.
+
+    MN-major operands take two more launches, and are read twice.
+    """
     if not by_limbs(element):
         return 0.0
     sides = [(p.x, p.m)] if prepared or element == "limbs_rs" else [(p.x, p.m), (p.w, p.n)]
@@ -167,7 +169,7 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
 
 
 def cublas_us(p: Matmul, element: str, after: str, *, saves: bool, rates: Rates = H200) -> float:
-    """The time of a forward by cuBLAS: its product, and the passes over g that follow (`after_product`)."""
+    """Return the time of a forward by cuBLAS: of its product, and of the passes over g after it (`after_product`)."""
     m, n, k, dtype, *_ = p
     us = passes_us(p, after, saves=saves, rates=rates) + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)
@@ -175,7 +177,7 @@ def cublas_us(p: Matmul, element: str, after: str, *, saves: bool, rates: Rates 
 
 
 def passes_us(p: Matmul, after: str, *, saves: bool, rates: Rates = H200) -> float:
-    """The time of the passes over g, and the fixed cost of all launches of the forward."""
+    """Return the time of the passes over g, and the fixed cost of all launches of the forward."""
     size, g = ITEMSIZE[p.dtype] * (1 + saves), 4e-6 * p.m * p.n
     cold = g > 0.8 * rates.l2_mb
     us = rates.cublas_call_us[after] + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
@@ -183,32 +185,35 @@ def passes_us(p: Matmul, after: str, *, saves: bool, rates: Rates = H200) -> flo
 
 
 def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H200) -> float:
-    """The time of cuBLAS' kernels for a product, written `to_y` or to rows on 16 bytes.
+    """Return the time of cuBLAS' kernels for a product. They write `to_y`, or to rows that start on 16 bytes.
 
-    Kernels for rows that start or end on less are slower.
+    Kernels for rows that start or end on fewer bytes are slower.
     """
     ieee, size = element == "limbs", ITEMSIZE[p.dtype]
     us = 2 * p.m * p.n * p.k / (rates.cublas_flops[element] * p.device.sms / 132)
-    us = math.hypot(us, p.k * size / 128 * rates.cublas_step_us[ieee])  # the second term: few tiles, long k
+    us = math.hypot(us, p.k * size / 128 * rates.cublas_step_us[ieee])  # the second term is for few tiles and a long k
     if ieee:  # alignment makes no difference
         return us
     least = word_of(p, to_y=to_y)
     if least == 16:
         return us
-    # With few tiles it splits k, and short k soon ends.
+    # The added time is less with few tiles, where cuBLAS splits k, and with a short k, which soon ends.
     part = min(1.0, p.k * size / 512, ceil_div(p.m, 128) * ceil_div(p.n, 128) / 8)
     return us * rates.cublas_off_words[least] + rates.cublas_off_words_us * part
 
 
 def word_of(p: Matmul, *, to_y: bool = False) -> int:
-    """The bytes, up to 16, on which all rows of operands and result start and end; the result's start counts `to_y`."""
+    """Return the bytes, up to 16, on which all rows of operands and result start and end.
+
+    The start of the result's rows counts only if the product is written `to_y`.
+    """
     size = ITEMSIZE[p.dtype]
     ends = [size * (p.k if p.x.strides[1] == 1 else p.m), size * (p.k if p.w.strides[1] == 1 else p.n), size * p.n]
     return min(16, *(end & -end for end in ends), *(word(at, size) for at in (p.x, p.w, p.y)[: 2 + to_y]))
 
 
 def copies_us(p: Matmul, *, rates: Rates = H200) -> float:
-    """The time of copies: a launch before the product for x and weight, and one after it for y."""
+    """Return the time of copies: one launch before the product for x and weight, and one after it for y."""
     m, n, k = p.m, p.n, p.k
     before, after = k * (m * p.x.own + n * p.w.own), m * n * p.y.own
     return sum(copy_us(elements * ITEMSIZE[p.dtype], rates=rates) for elements in (before, after) if elements)
@@ -219,6 +224,6 @@ def copy_us(nbytes: int, *, rates: Rates = H200) -> float:
 
 
 def ieee_us(p: Matmul, rates: Rates) -> float:
-    """The time of a float32 product by cuBLAS in IEEE arithmetic."""
+    """Return the time of a float32 product by cuBLAS in IEEE arithmetic."""
     operands = (p.m + p.n) * p.k * 4e-6 / rates.operand_rate[True]
     return product_us(p, "limbs", rates=rates) + operands + rates.ieee_call_us

@@ -1,4 +1,4 @@
-"""Structs, flags and parameter names, read from the kernels' sources so that CUDA and Python cannot differ."""
+"""Reads structs, flags and parameter names from the kernels' sources, so that CUDA and Python cannot differ."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .sources import Constants, Kernel, text
 from .sources import source as source
 
 _NUMPY = {"long long": np.int64, "double": np.float64}
-_FIELD = r"(\w+)(?:\[(\d+)\])?"  # of a struct: its name, and its size if it is an array
+_FIELD = r"(\w+)(?:\[(\d+)\])?"  # a field of a struct: its name, and its size if it is an array
 _COMMON = Constants("common/common.cuh", {})
 
 
 @cache
 def record_dtype(kernel: Kernel) -> np.dtype[Any]:
-    """The fields of the struct that a kernel takes as its first parameter."""
+    """Return the fields of the struct that a kernel takes as its first parameter."""
     code = text(f"{kernel.file}.cu")
     first = re.search(rf"\b{kernel.name}\s*\(\s*const\s+(?:__grid_constant__\s+)?(\w+)\s+p\b", code)
     assert first is not None, kernel
@@ -33,7 +33,7 @@ def record_dtype(kernel: Kernel) -> np.dtype[Any]:
 
 
 def fields_of(kernel: Kernel, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the fields that a kernel takes; TypeError if `given` lacks one."""
+    """Return the names of the fields that a kernel takes. Raises TypeError if `given` lacks one."""
     names = record_dtype(kernel).names or ()
     for name in names:
         if name not in given:
@@ -42,7 +42,7 @@ def fields_of(kernel: Kernel, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def record(kernel: Kernel, fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """The struct that a kernel takes by value; TypeError if `fields` lacks a field of it."""
+    """Return the struct that a kernel takes by value. Raises TypeError if `fields` lacks a field of the struct."""
     found = np.zeros(1, record_dtype(kernel))
     for name in fields_of(kernel, fields):
         found[name] = fields[name]
@@ -50,23 +50,23 @@ def record(kernel: Kernel, fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:
 
 
 def flags(**given: bool) -> int:
-    """The FLAG_ bits of the names that are true: `vector_x` stands for FLAG_VECTOR_X."""
+    """Return the FLAG_ bits of the arguments that are true. `vector_x` stands for FLAG_VECTOR_X."""
     return sum(_COMMON[f"FLAG_{name.upper()}"] * bool(is_set) for name, is_set in given.items())
 
 
 def kind_code(dtype: str) -> int:
-    """The KIND_ constant of a vector's dtype."""
+    """Return the KIND_ constant of a vector's dtype."""
     return _COMMON[f"KIND_{dtype.upper()}"]
 
 
 def reciprocal(divisor: int) -> int:
-    """What `quotient` in kernels/common/common.cuh takes in the place of a divisor below 2^31."""
+    """Return the number that `quotient` (kernels/common/common.cuh) takes in place of a divisor below 2^31."""
     return 2**62 // divisor + 1
 
 
 @cache
 def parameters(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of a kernel's parameters in order: those passed by value, and the 64-bit words after them."""
+    """Return the names of a kernel's parameters in order: those passed by value, and the 64-bit words after them."""
     code = text(f"{kernel.file}.cu")
     start = re.search(rf"__global__[^;{{]*?\b{kernel.name}\s*\(", code)
     assert start is not None, kernel
@@ -80,7 +80,7 @@ def parameters(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _present(lines: Iterable[str], kernel: Kernel) -> Iterator[str]:
-    """The lines that the macros of a variant leave, of which an #if may name one."""
+    """Yield the lines that the macros of a variant leave. An #if may name one macro."""
     defines, absent = dict(kernel.defines), False
     for line in lines:
         if condition := re.match(r"\s*#if (\w+)", line):

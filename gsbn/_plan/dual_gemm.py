@@ -1,4 +1,4 @@
-"""Both products of a backward of few rows in one launch, from one reading of the weight."""
+"""Plans one launch for both products of a backward of few rows. The launch reads the weight once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from .sources import Kernel
 from .tensor_maps import L2_256B, L2_NONE
 from .variants import DUAL_CLUSTERS, DUAL_INPUTS, DUAL_ROWS, DUAL_STEP, DUAL_THREADS, dual_gemm
 
-LEAST_STEPS = 2  # of a CTA of a cluster: with one step each, (128, 1024, 512) took longer than two products
-LEAST_FILL = 0.48  # of the SMs: with fewer CTAs two launches are as fast
+LEAST_STEPS = 2  # least steps per CTA of a cluster: with one step, (128, 1024, 512) took longer than two products
+LEAST_FILL = 0.48  # least part of the SMs that have a CTA: with fewer CTAs, two launches are as fast
 
 
 class DualGemm(NamedTuple):
     """A launch of dual_gemm."""
 
     kernel: Kernel
-    rows: int  # that the kernel has room for
+    rows: int  # rows that the kernel has room for
     ctas: int
-    steps: int  # of each
+    steps: int  # steps of each CTA
 
 
 def dual_gemm_for(x: Matmul, w: Matmul, *, wide: bool) -> DualGemm | None:
-    """The launch for x, dx (m, k) = dg w, and w, dw (n, k) = dgᵀ x, if it can serve and is expected to win.
+    """Return the launch for both products, or None if it cannot serve or is not expected to be faster.
 
-    `wide`: dw is float32, which it does not write.
+    `x` is the product dx (m, k) = dg w, and `w` is dw (n, k) = dgᵀ x. `wide`: dw is float32, which the kernel does not
+    write.
     """
     m, k, n, device = x.m, x.n, x.k, x.device
     size, asked = ITEMSIZE[x.dtype], x.limits.dual
@@ -45,7 +46,10 @@ def dual_gemm_for(x: Matmul, w: Matmul, *, wide: bool) -> DualGemm | None:
 
 
 def multiply_at_once(build: Builder, dual: DualGemm, x: Matmul, w: Matmul, operands: dict[str, str]) -> None:
-    """Add the launch. `operands`: the memory of "dg", "x", "weight", "dx" and "dweight". Boxes are 128 bytes wide."""
+    """Add the launch of dual_gemm. `operands` names the memory of "dg", "x", "weight", "dx" and "dweight".
+
+    The boxes of its tensor maps are 128 bytes wide.
+    """
     m, k, n, dtype, size = x.m, x.n, x.k, x.dtype, ITEMSIZE[x.dtype]
     width = 128 // size
     maps = (

@@ -1,4 +1,4 @@
-"""The plan of a forward call: its GEMM, its passes and the layout of its workspace."""
+"""Plans a forward call: its GEMM, its passes and the layout of its workspace."""
 
 from __future__ import annotations
 
@@ -49,29 +49,29 @@ from .variants import (
 
 PREPARED = ("limbs of weight", "exponents of weight")  # extra arguments of a call with a prepared weight
 NO_VECTORS = dict.fromkeys(VECTORS, 0)
-# CTAs on an SM, and rows that a thread holds at once
+# CTAs per SM, and rows that a thread holds at once
 STATS_CTAS, STATS_GROUP = 2, Constants("scale_stats.cu", {})["GROUP"]
 NORMALIZE_CTAS, NORMALIZE_GROUP = 4, Constants("normalize.cu", {})["UNROLL"]
 
 
 class _Call(NamedTuple):
     p: Matmul
-    taken: Matmul  # with x, weight and y as the kernels take them: the arguments or copies
+    taken: Matmul  # p with the layouts that the kernels take: those of the arguments or of copies
     m: int  # rows; may be 0 if ranks share the batch
     gemm: str
     training: bool
     precision: str
-    saved_dtype: str | None  # of the deviations, if they are saved
+    saved_dtype: str | None  # dtype of the deviations, if they are saved
     activation: Any
     cumulative: bool
     reads_count: bool  # kernels read the number of batches so far
     prepared: bool
     renorm: Mapping[str, Any] | None
     ranks: Ranks | None
-    groups: int  # ghost batches
-    # of the memory of x and weight or their copies, y, deviations, vectors, num_batches_tracked; ABSENT if not there
+    groups: int  # how many ghost batches there are
+    # memory of x and weight (or of copies), y, deviations, vectors, num_batches_tracked; ABSENT for what is not there
     names: tuple[str, str, str, str, str, str]
-    fields: dict[str, Any]  # of the kernels' structs, as far as the caller determines them
+    fields: dict[str, Any]  # the fields of the kernels' structs that the caller determines
 
 
 _OWN = {name: name for name in VECTORS}  # the kernels' parameters have the names of the call's arguments
@@ -97,14 +97,15 @@ def plan_forward(
     groups: int = 1,
     result: str = "y",
 ) -> Program:
-    """Plan a forward call. If ranks share the batch p may have no rows; all other sizes are at least 1.
+    """Plan a forward call. If ranks share the batch, `p` may have no rows; all other sizes are at least 1.
 
     `prepared`: the weight's limbs exist. `saves`: the call saves deviations and vectors for a backward. `number`: the
-    scale, if it is not an array. `vectors`: `vector_codes`. `renorm`: what the kernels' structs declare for batch
-    renormalisation. `counts`: num_batches_tracked is given. `out`: y is given. `groups`: ghost batches; 1 in inference.
-    `result`: the name of the array that the call makes for y without `out`; `activate.py` takes it as "u".
+    scale, if it is not an array. `vectors`: the result of `vector_codes`. `renorm`: the fields of the kernels' structs
+    for batch renormalisation. `counts`: num_batches_tracked is given. `out`: y is given. `groups`: how many ghost
+    batches there are; 1 in inference. `result`: the name of the array that the call makes for y without `out`;
+    `activate.py` names it "u".
 
-    Raises ValueError that names `gemm` if the one chosen cannot serve the call.
+    Raises a ValueError that names `gemm` if that GEMM cannot serve the call.
     """
     m, p = p.m, p._replace(m=max(p.m, 1))
     cumulative, where = momentum is None, None
@@ -112,7 +113,7 @@ def plan_forward(
     if ranks is not None:
         if ranks.waits and ranks.features is not None and p.n > ranks.features:
             raise ValueError(f"weight: expected at most {ranks.features} features with a group, got {p.n}")
-        # A rank with one row or none cannot start from statistics of its own: each step is a launch.
+        # A rank with one row or none cannot start from its own statistics, so each step is a launch.
         where = "inside" if m > 1 and ranks.waits else "between"
         gemm = "auto" if m <= 1 else gemm
     if where == "inside":
@@ -120,7 +121,7 @@ def plan_forward(
         if p.device.clusters(2) == 0:  # with ranks, all tiles of forward_sm90 are for clusters of two
             where = "between"
     of_call = {"precision": precision, "training": training, "saved": saves, "reads_count": reads_count}
-    # Who renormalises has a backward: forward_sm90 has no other variants for it.
+    # Batch renormalisation is for training with a backward, so all variants of forward_sm90 for it save deviations.
     apart = "the limits of batch renormalisation" if renorm is not None and not saves else None
     chosen, why, _ = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, apart=apart, groups=groups, **of_call)  # type: ignore[arg-type]
     one_launch_ = chosen == "sm90" and where != "between" and apart is None and groups == 1
@@ -157,7 +158,7 @@ def plan_forward(
 
 
 def _save(build: Builder, call: _Call, pitch: int) -> None:
-    """Allocate what a backward needs: deviations in rows of this pitch, and vectors."""
+    """Allocate what a backward needs: deviations, in rows of this pitch, and vectors."""
     if call.saved_dtype is not None:
         build.make("deviations", (call.m, pitch), call.saved_dtype)
         rows, groups = SAVED_ROWS if call.renorm is None else RENORM_ROWS, call.groups
@@ -236,7 +237,7 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
         build.copy(Copy(of_y, y, (call.m, p.n), size, taken.y, p.y))
 
 
-# ---- a GEMM to g, then statistics, then y; the skinny kernels compute g themselves
+# ---- a GEMM makes g, then come statistics, then y; the skinny kernels compute g themselves
 
 
 def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | None) -> None:
@@ -246,7 +247,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     saves = call.saved_dtype is not None
     y_size, g_size = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)
 
-    # Where g lies. In float32 and float64 it can lie in y or in the deviations: that saves a B x O array, half in L2.
+    # In float32 and float64, g can lie in y or in the deviations, which saves a B x O array, half in L2.
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
     y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saves and not skinny
     if call.gemm == "sm90" and n * y_size % 16:  # TMA stores whole 16 bytes, which would pass the end of a row
@@ -259,7 +260,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     merges = training and not one_pass
     division = _divide(flat, skinny, 16 // g_size, one_pass)
 
-    # The workspace: constants, the statistics of each split, those of each ghost batch, g.
+    # The workspace holds constants, the statistics of each split, the statistics of each ghost batch, and g.
     affine, columns = 0, flat.n if ghosts else ldg
     partials = round_up(affine + (4 * columns * g_size if merges else 0), 256)
     ghost_statistics = round_up(partials + (division.splits * 2 * columns * 8 if merges else 0), 256)
@@ -323,14 +324,14 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
 
 
 def _limits(call: _Call) -> dict[str, str]:
-    """What a variant for batch renormalisation is passed in addition."""
+    """Return the memory that is passed in addition to a variant for batch renormalisation."""
     return {} if call.renorm is None else {"renorm": "renorm"}
 
 
 class _Division(NamedTuple):
     """How the work of the passes after the GEMM is divided among CTAs."""
 
-    splits: int  # CTAs that share the rows of a block of features in the statistics
+    splits: int  # CTAs that share the rows of a block of features to compute statistics
     stats_grid: int
     merge_grid: int
     normalize_grid: int
@@ -338,10 +339,13 @@ class _Division(NamedTuple):
 
 
 def _divide(p: Matmul, skinny: Skinny | None, columns: int, one_pass: bool) -> _Division:
-    """`columns`: of a thread. `one_pass`: a CTA has all rows of its features, and needs no other's statistics."""
+    """Divide the work of the passes. A thread has `columns` columns.
+
+    `one_pass`: a CTA has all rows of its features, and needs no statistics of other CTAs.
+    """
     device = p.device
     blocks, row_threads = _one_pass_threads(p.m, p.n, columns, device) if one_pass else row_threads_for(p.n, columns)
-    rows = THREADS // row_threads  # of a CTA at once
+    rows = THREADS // row_threads  # rows that a CTA takes at once
     splits, stats_rows = split_rows(p.m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
     row_blocks, normalize_rows = split_rows(p.m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
     if one_pass:
@@ -358,7 +362,7 @@ def _divide(p: Matmul, skinny: Skinny | None, columns: int, one_pass: bool) -> _
 def _multiply(
     build: Builder, call: _Call, q: Matmul, product: OneLaunch | None, limbs: Splits, g: str, fields: dict[str, Any]
 ) -> None:
-    """Add the steps of g = x wᵀ: by forward_sm90 (`product`), by gemm_tiled, or by cuBLAS. `q`: with g for y."""
+    """Add the steps of g = x wᵀ by forward_sm90 (`product`), gemm_tiled or cuBLAS. In `q`, g takes the place of y."""
     of_x, of_w, *_ = call.names
     if product is not None and limbs.of:
         made = Limbs(build, limbs, {"x": of_x, "weight": of_w})
@@ -377,8 +381,10 @@ def _merge_statistics(
     build: Builder, call: _Call, fields: dict[str, Any], arguments: dict[str, str], grid: int, posted: int,
     gathered: int,
 ) -> None:  # fmt: skip
-    """Add the merge of the statistics of all splits, and of all ranks. Over NCCL, what this rank posts comes first.
-    `arguments`: the memory of the vectors."""
+    """Add the launch that merges the statistics of all splits and all ranks.
+
+    Over NCCL, a launch before it posts the statistics of this rank. `arguments` names the memory of the vectors.
+    """
     kernel = with_ghosts(with_renorm(merge_statistics(call.p.dtype), call.renorm is not None), call.groups > 1)
     ranks, count = call.ranks, letters(call.p.n, 2)
     *_, vectors, batches = call.names
@@ -397,10 +403,10 @@ def _merge_statistics(
 
 
 def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
-    """Columns in an item of merge_statistics, and its CTAs.
+    """Return how many columns an item of merge_statistics has, and how many CTAs the kernel has.
 
-    Few columns: many threads then share a column, and none has more than 8 splits. But half of the SMs stay free, as
-    the CTAs may wait for other ranks.
+    An item has few columns, so that many threads share a column and no thread has more than 8 splits. But half of the
+    SMs stay free, since the CTAs may wait for other ranks.
     """
 
     def fits(columns: int) -> bool:
@@ -414,8 +420,10 @@ def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
 
 
 def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
-    """Blocks of columns and row_threads if a CTA has all rows, and a thread at most 16 of them: the most row_threads
-    that keep all SMs busy, at least 2 (32 bytes of a row)."""
+    """Return how many blocks of columns there are, and row_threads, if a CTA has all rows and a thread at most 16.
+
+    It takes the most row_threads that keep all SMs busy, at least 2 (32 bytes of a row).
+    """
     row_threads, most = 2, min(16, STATS_GROUP * THREADS // m)
     while 2 * row_threads <= most and ceil_div(n, 2 * row_threads * columns) >= device.sms:
         row_threads *= 2

@@ -1,4 +1,4 @@
-"""Which path serves a forward, and why: of those that can, the one of least cost."""
+"""Chooses the path that serves a forward, and says why. Of the paths that can serve, it takes the cheapest."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ ONE_PASS_ROWS = 1024  # up to this many rows a CTA of normalize_fused has all of
 
 
 def one_pass_serves(p: Matmul, training: bool, reads_count: bool, ranks: str | None) -> bool:
-    """Whether normalize_fused serves: each CTA has all rows of its columns and computes their statistics. Not if CTAs
-    would read the count of batches that one of them raises."""
+    """Return whether normalize_fused serves, in which each CTA has all rows of its columns and makes their statistics.
+
+    It does not serve if CTAs would read the count of batches, which one of them raises.
+    """
     return training and ranks is None and not reads_count and p.m <= ONE_PASS_ROWS and p.limits.fused is not False
 
 
 def after_product(p: Matmul, training: bool, reads_count: bool = False, ranks: str | None = None) -> str:
-    """What follows a product of cuBLAS: "inference", "one_pass", or statistics "apart" from normalize."""
+    """Return what follows a product of cuBLAS: "inference", "one_pass", or statistics "apart" from normalize."""
     if not training:
         return "inference"
     return "one_pass" if one_pass_serves(p, training, reads_count, ranks) else "apart"
@@ -41,8 +43,11 @@ def gemm_for(
     ranks: Literal["inside", "between"] | None = None,
     groups: int = 1,
 ) -> tuple[str, str, float]:
-    """The path that serves a call, why, and its time in us; 0 if none was compared. ValueError if `gemm` names one that
-    cannot. `apart`: why the product is a launch of its own. `groups`: ghost batches."""
+    """Return the path that serves a call, why, and its time in us, or 0 if no times were compared.
+
+    Raises ValueError if `gemm` names a path that cannot serve. `apart`: why the product is a launch of its own.
+    `groups`: how many ghost batches there are.
+    """
     if ranks == "between":
         apart = "the statistics of other ranks"
     if groups > 1:
@@ -68,8 +73,10 @@ def _fastest(
     p: Matmul, precision: str, call: OfCall, training: bool, after: str, apart: str | None,
     obstacles: dict[str, str | None],
 ) -> tuple[str, str, float]:  # fmt: skip
-    """The fastest path other than the skinny kernels, why, and its time in us; 0 if none was compared. `after`: what
-    follows a product of cuBLAS; `apart`: why the product is a launch of its own."""
+    """Return the fastest path other than the skinny kernels, why, and its time in us, or 0 if no times were compared.
+
+    `after`: what follows a product of cuBLAS. `apart`: why the product is a launch of its own.
+    """
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
@@ -97,12 +104,12 @@ def _fastest(
 
 
 def taken_by(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:
-    """The call as its path takes it. All paths but the one launch write y wherever it lies."""
+    """Return the call with the layouts that its path takes. All paths except the one launch take any layout of y."""
     if gemm == "cublas":
         return for_cublas(p, element)
     if gemm == "tiled":
         return for_tiled(p)
-    if element == "limbs" and not fused:  # limbs are made of MN-major operands, too
+    if element == "limbs" and not fused:  # limbs can be made of MN-major operands, too
         x, w = (at if 1 in at.strides else in_rows(p.k, ITEMSIZE[p.dtype]) for at in (p.x, p.w))
         return p._replace(x=x, w=w)
     taken = for_sm90(p, element)

@@ -1,4 +1,4 @@
-"""A product of two matrices: which kernels can compute it, and the launch of forward_sm90."""
+"""Plans a product of two matrices: which kernels can compute it, and the launch of forward_sm90."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from .sources import Kernel
 from .variants import FEW_FEATURES, TILES, gemm_tiled, split_limbs
 
 CUBLAS_SMS = 16  # the least SM target given to cuBLAS; with a target of 1 it ended the process (a division by zero)
-LEAST_STEPS = 8  # steps of 128 bytes of k per CTA that split-k needs: with fewer, the exchange of sums costs more
-PANEL_MB = 40.0  # MB of operands beyond which mode "gemm" takes its tiles in square panels
-# Up to so many terms of a sum a product takes about as long as writing its result. Tiles then go row by row, and
+LEAST_STEPS = 8  # split-k needs so many steps of 128 bytes of k per CTA: with fewer, the exchange of sums costs more
+PANEL_MB = 40.0  # mode "gemm" takes its tiles in square panels if the operands have more MB than this
+# With up to so many terms in a sum, a product takes about as long as writing its result. Tiles then go row by row, and
 # forward_sm90 computes dw, since cuBLAS would clear memory first.
 FEW_TERMS = 512
-# Up to so many terms forward_sm90 adds them all in the tensor core, which truncates to float32. The error grows with
-# their number, and beyond would pass a quarter of the dtype's eps (TF32: cuBLAS' error).
+# forward_sm90 serves up to so many terms. It adds all of them in the tensor core, which truncates to float32. The error
+# grows with their number. With more terms, it would exceed a quarter of the dtype's eps (in TF32: cuBLAS' error).
 MAX_TERMS = {"float16": 2**15, "bfloat16": 2**18, "tf32": 2**15}
-LEAST_TERMS = 64  # "auto" takes limbs from so many terms: the errors of fewer do not average out in a variance
+LEAST_TERMS = 64  # "auto" takes limbs from so many terms on: the errors of fewer do not average out in a variance
 
 
 class LimbsOfRows(NamedTuple):
-    """float32 operands as two float16 limbs, by split_limbs; offsets into the workspace in bytes."""
+    """float32 operands as two float16 limbs, made by split_limbs. Offsets in the workspace are in bytes."""
 
     kernel: Kernel
     grid: int
-    pitch: int  # of rows, in float32 elements
+    pitch: int  # pitch of rows, in float32 elements
     x: int
     w: int
     x_exponents: int
@@ -58,7 +58,7 @@ class LimbsOfRows(NamedTuple):
 
 
 class TileOrder(NamedTuple):
-    """How clusters of forward_sm90 share its tiles: fields of its struct, which says what they are."""
+    """How the clusters of forward_sm90 share its tiles. The kernel's struct has these fields and explains them."""
 
     panel: int
     grouped: int
@@ -73,23 +73,25 @@ class TileOrder(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, columns: int, panel: int, *, training: bool = False) -> TileOrder:
-        """Without parts. `rows`: of tiles, those that share k counted once. In mode "training" the columns beyond whole
-        panels come one after the other."""
+        """Return an order without parts. `rows` is the number of rows of tiles; tiles that share k count once.
+
+        In mode "training", the columns after the whole panels come one after the other.
+        """
         panel = min(panel, columns)
         grouped = (columns - 1) // panel * panel
         divisors = rows * panel, panel, rows if training else columns - grouped
         return cls(panel, grouped, *map(reciprocal, divisors))
 
     def in_parts(self, parts: int, rows: int) -> TileOrder:
-        """With so many clusters in each column, in mode "recompute"."""
+        """Return this order with `parts` clusters in each column, for mode "recompute"."""
         return self._replace(parts_alone=parts, tiles_of_part=rows // parts, longer_parts=rows % parts)
 
 
 class OneLaunch(NamedTuple):
-    """A launch of forward_sm90, for the whole forward or its GEMM alone; offsets and sizes in bytes."""
+    """A launch of forward_sm90, for the whole forward or its GEMM alone. Offsets and sizes are in bytes."""
 
     kernel: Kernel
-    cooperative: bool  # its CTAs wait for each other: all must be resident
+    cooperative: bool  # its CTAs wait for each other, so all must be resident
     element: str
     limbs: LimbsOfRows | None
     block_m: int
@@ -137,7 +139,7 @@ class Tile(NamedTuple):
 
 
 def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> Tile:
-    """The cheapest tile for forward_sm90."""
+    """Return the cheapest tile for forward_sm90."""
     found = candidates(p, mode, element, call)
     limits = p.limits
     for fits in (
@@ -148,17 +150,17 @@ def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> T
         lambda tile: limits.limbs_rs in (None, tile.element == "limbs_rs"),
     ):
         found = list(filter(fits, found)) or found
-    # Of two clusters that have all rows, the one of twice as many CTAs with half the rows each was faster.
+    # Of two clusters that have all rows, the one with twice as many CTAs and half the rows per CTA was faster.
     whole = {(tile.mode, tile.element, *tile.shape) for tile in found if tile.mode == "cluster_batch"}
     return min(tile for tile in found if (tile.mode, tile.element, tile.block_m // 2, 2 * tile.cluster) not in whole)
 
 
 def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list[Tile]:
-    """All tiles that forward_sm90 can have, each with its expected time.
+    """Return all tiles that forward_sm90 can have, each with its expected time.
 
     If the weight's limbs are not prepared, "limbs_rs" makes them in registers. Training has two more modes:
-    "recompute", and "cluster_batch", where a cluster has all rows. There clusters do not wait for each other, as they
-    must if all read the count of batches that one raises.
+    "recompute", and "cluster_batch", where a cluster has all rows. Clusters of "cluster_batch" do not wait for each
+    other, so this mode cannot serve if all clusters read the count of batches, which one of them raises.
     """
     prepared, _, reads_count, ranks, _ = call
     tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, RANKS_CLUSTERS if ranks else CLUSTERS)]
@@ -190,8 +192,10 @@ def tile_of(
     call: OfCall = PLAIN,
     rates: Rates | None = None,
 ) -> Tile | None:
-    """The tile with its expected time, limbs included, and the clusters of its grid; None if forward_sm90 cannot have
-    it."""
+    """Return the tile with its expected time, including limbs, and the clusters of its grid.
+
+    Returns None if forward_sm90 cannot have the tile.
+    """
     rates = rates or (PRODUCTS if mode == "gemm" else H200)
     if element == "limbs_rs" and not _takes_weight_as_it_lies(p, mode):
         return None
@@ -208,9 +212,9 @@ def tile_of(
     at_once = p.device.ctas(2) if two else p.device.clusters(cluster * split)
     if at_once == 0:
         return None
-    if mode == "cluster_batch" and (p.m > rows or tiles > at_once):  # a cluster has one tile, of all rows
+    if mode == "cluster_batch" and (p.m > rows or tiles > at_once):  # a cluster has one tile, with all rows
         return None
-    # With split-k there is one wave: the pipeline takes no second tile.
+    # With split-k there is one wave, since the pipeline takes no second tile.
     steps = ceil_div(p.k * (2 if by_limbs(element) else ITEMSIZE[p.dtype]), 128)
     if split > 1 and (tiles > at_once or steps < LEAST_STEPS * split):
         return None
@@ -219,7 +223,7 @@ def tile_of(
     if apart > at_once:
         return None
     waves = ceil_div(tiles // apart, at_once // apart)
-    # The fewest clusters that need no more waves: fewer busy SMs draw less power, and can clock higher.
+    # Take the fewest clusters that need no more waves: fewer busy SMs draw less power, and can clock higher.
     clusters = ceil_div(tiles // apart, waves) * apart
     if mode == "training" and split == 1 and waves > 1:  # if possible, a cluster stays in one column of a panel
         in_whole_panels = round_up(clusters, _panel(p, mode, element))
@@ -238,10 +242,10 @@ def tile_of(
 
 
 def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wide: bool = False) -> OneLaunch:
-    """The launch of forward_sm90 in this mode, with the tile of least cost.
+    """Return the launch of forward_sm90 in this mode, with the tile of least cost.
 
-    `wide`: a product of 16-bit operands is written in float32. The launch is cooperative if CTAs wait for each other:
-    if a feature has several tiles, or if all CTAs read the count of batches that one raises.
+    `wide`: a product of 16-bit operands is written in float32. The launch is cooperative if CTAs wait for each other.
+    They do if a feature has several tiles, or if all CTAs read the count of batches, which one of them raises.
     """
     m, n, k = p.m, p.n, p.k
     prepared, saves, reads_count, ranks, renorm = call
@@ -267,7 +271,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         epoch = merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
         workspace = epoch + round_up(8 * (1 + clusters * cluster * split), 256)
     made = None
-    if by_limbs(element) and mode != "gemm":  # for "gemm", limbs.py lays them out
+    if by_limbs(element) and mode != "gemm":  # for "gemm", limbs.py lays out the limbs
         of_w = 0 if prepared or element == "limbs_rs" else n
         made = limbs_of_rows(m, of_w, k, workspace, p.device)
         workspace = made.w_exponents + 4 * of_w
@@ -298,21 +302,27 @@ def mostly_writes(p: Matmul) -> bool:
 
 
 def _panel(p: Matmul, mode: str, element: str) -> int:
-    """Columns of tiles in a panel, which clusters take together: a wider panel reads x less often, but more of w."""
+    """Return the columns of tiles in a panel, which clusters take together.
+
+    A wider panel reads x less often, but reads more of w.
+    """
     if mode == "gemm" and not by_limbs(element):
         return 8 if (p.m + p.n) * p.k * ITEMSIZE[p.dtype] > 1e6 * PANEL_MB else 2
     return 1 if p.m <= 8192 else 2 if mode == "training" and not by_limbs(element) else 4
 
 
 def mn_major_operands(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
-    """Whether x, and whether the weight, are MN-major for forward_sm90: only in mode "gemm", and limbs never are."""
+    """Return whether x, and whether the weight, is MN-major for forward_sm90.
+
+    Operands can be MN-major only in mode "gemm"; limbs never are.
+    """
     if mode != "gemm" or element in ("tf32", "limbs"):
         return False, False
     return element != "limbs_rs" and p.x.strides[1] != 1, p.w.strides[1] != 1
 
 
 def _takes_weight_as_it_lies(p: Matmul, mode: str) -> bool:
-    """Whether "limbs_rs" can take the float32 weight as it lies: K-major, and in mode "gemm" MN-major.
+    """Return whether "limbs_rs" can take the float32 weight without a copy: K-major, but MN-major in mode "gemm".
 
     In mode "gemm" it serves dx alone. For dw, whose x is MN-major, making limbs of long columns costs what it saves.
     """
@@ -322,13 +332,13 @@ def _takes_weight_as_it_lies(p: Matmul, mode: str) -> bool:
 
 
 def is_mn_major(p: Matmul) -> bool:
-    """Whether forward_sm90 can take the weight as an MN-major operand."""
+    """Return whether forward_sm90 can take the weight as an MN-major operand."""
     size = ITEMSIZE[p.dtype]
     return on_words(p.w.T, p.n, size) and p.w.strides[1] * size < 2**40
 
 
 def limbs_of_rows(m: int, n: int, k: int, start: int, device: Device) -> LimbsOfRows:
-    """The layout of limbs of m rows of x and n rows of the weight, from an offset on; m or n may be 0."""
+    """Return the layout of limbs of m rows of x and n rows of the weight, from offset `start` on. m or n may be 0."""
     pitch = limb_pitch(k)
     w = start + round_up(4 * m * pitch, 256)
     x_exponents = w + round_up(4 * n * pitch, 256)
@@ -344,7 +354,7 @@ def limbs_of_rows(m: int, n: int, k: int, start: int, device: Device) -> LimbsOf
 
 
 def waiting_grid(items: int, device: Device) -> int:
-    """CTAs of a kernel that waits for other ranks: at least half of the SMs stay free."""
+    """Return how many CTAs a kernel has that waits for other ranks. At least half of the SMs stay free."""
     return min(items, max(1, device.sms // 2))
 
 
@@ -359,7 +369,7 @@ def cublas_obstacle(p: Matmul) -> str | None:
 
 
 def takes_limbs(dtype: str, precision: str, device: Device) -> bool:
-    """Whether forward_sm90 takes operands of this dtype as limbs."""
+    """Return whether forward_sm90 takes operands of this dtype as limbs."""
     return element_for(dtype, precision) == "limbs" and device.hopper
 
 
@@ -383,7 +393,7 @@ def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str
 
 
 def for_sm90(p: Matmul, element: str) -> Matmul:
-    """The same with copies of what forward_sm90 cannot take as it lies. Limbs can be made of any rows."""
+    """Return p with copies of the operands whose layout forward_sm90 cannot take. Limbs can be made of any rows."""
     size = ITEMSIZE[p.dtype]
     if element == "limbs":
         p = for_tiled(p)
@@ -399,7 +409,7 @@ def for_tiled(p: Matmul) -> Matmul:
 
 
 def for_cublas(p: Matmul, element: str) -> Matmul:
-    """The same with copies of operands that cuBLAS cannot take; or, if faster, of all that do not start on 16 bytes."""
+    """Return p with copies of operands that cuBLAS cannot take, or, if faster, of all that do not start on 16 bytes."""
     k, size, sides = p.k, ITEMSIZE[p.dtype], ((p.x, p.m), (p.w, p.n))
     copies = [copy_along(at, rows, k, size) for at, rows in sides]
     takes = [adjacent(at, k) or adjacent(at.T, rows) for at, rows in sides]
@@ -411,9 +421,9 @@ def for_cublas(p: Matmul, element: str) -> Matmul:
 
 
 def tiled(p: Matmul, product: str, *, wide: bool = False) -> tuple[Kernel, int, int]:
-    """gemm_tiled with the largest tile that gives every SM at least one, else the smallest; its grid and block.
+    """Return gemm_tiled with the largest tile that gives every SM at least one tile, else the smallest.
 
-    `wide`: the result is float32.
+    Also returns its grid and block. `wide`: the result is float32.
     """
     choices = TILES["double" if p.dtype == "float64" else "float"]
     if p.limits.tiled in choices:

@@ -1,4 +1,4 @@
-"""The plan of a forward with ghost batches: passes that know them, or a call for each."""
+"""Plans a forward with ghost batches: by passes that know ghost batches, or by a call for each ghost batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .program import Array, Gemm, Launch, Program, Step, place
 def plan_ghosts(p: Matmul, *, groups: int, **options: Any) -> Program:
     """Plan a forward in training; `options` are those of `plan_forward`, with neither ranks nor renormalisation.
 
-    One product and passes that know ghost batches cost few launches. But they write g, which one launch of forward_sm90
-    does not: a few large ghost batches take less time one after the other.
+    One product and passes that know ghost batches take few launches. But they write g, and one launch of forward_sm90
+    does not, so a few large ghost batches take less time one after the other.
     """
     run = _run_of(p, groups)
     by_runs = p.limits.by_runs
@@ -31,7 +31,7 @@ def plan_ghosts(p: Matmul, *, groups: int, **options: Any) -> Program:
 
 
 def _run_of(p: Matmul, groups: int) -> Matmul:
-    """The call of one run of rows; each starts on 16 bytes if all do."""
+    """Return the call for one run of rows. Its operands are `aligned` only if every run starts on 16 bytes."""
     m, size = p.m // groups, ITEMSIZE[p.dtype]
 
     def rows(at: Matrix) -> Matrix:
@@ -41,12 +41,12 @@ def _run_of(p: Matmul, groups: int) -> Matmul:
 
 
 def _saves_alike(p: Matmul, options: dict[str, Any]) -> bool:
-    """Whether a call for each run saves what a backward that knows ghost batches reads."""
+    """Return whether a call for each run saves what a backward that knows ghost batches reads."""
     return not options["saves"] or ghost_pitch(p.n, p.dtype) == p.n
 
 
 def _one_after_the_other(p: Matmul, one: Program, groups: int) -> Program:
-    """The program `one` for each ghost batch, in the order of the rows: each updates what the one before left."""
+    """Return `one`, repeated for each ghost batch in the order of the rows. A run updates what the run before left."""
     m = p.m // groups
     made = {array.name: array for array in one.arrays}
     x, y = (m * at.strides[0] * ITEMSIZE[p.dtype] for at in (p.x, p.y))  # bytes of a run

@@ -1,6 +1,6 @@
-"""The rates of an H200 for the products of a backward, if they differ from a forward's.
+"""The rates of an H200 for the products of a backward, where they differ from the rates of a forward.
 
-They were fitted to times of GEMMs (docs/history/backward.md). Rates that are not listed are a forward's.
+They were fitted to times of GEMMs (docs/history/backward.md). Rates that are not listed are those of a forward.
 """
 
 from .h200 import H200

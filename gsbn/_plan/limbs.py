@@ -1,4 +1,4 @@
-"""float32 matrices as limbs: which limbs a call makes, and where these and their exponents lie."""
+"""Plans the limbs of float32 matrices: which limbs a call makes, and where the limbs and their exponents lie."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .variants import split_rows_at_once
 
 SPAN = Constants("split_limbs.cu", {})["SPAN"]  # elements of a row whose limbs lie together
 AT_ONCE = 3  # matrices in a launch of take_maxima or split_tiles
-Place = int | str  # bytes into the workspace, or the name of other memory
+Place = int | str  # an offset in the workspace in bytes, or the name of other memory
 SCRATCH = "scratch"  # anywhere in the workspace
 
 
@@ -19,12 +19,12 @@ class Operand(NamedTuple):
     """One operand of a product, as limbs."""
 
     limbs: Place
-    pitch: int  # of rows, in float32 elements: two limbs take as many bytes
-    exponents: int = 0  # bytes into the workspace
+    pitch: int  # pitch of rows in float32 elements: two limbs take as many bytes as one element
+    exponents: int = 0  # offset in the workspace in bytes
 
 
 class Split(NamedTuple):
-    """A float32 matrix, row-major in memory, and the limbs that a call needs of it."""
+    """A float32 matrix that is row-major in memory, and the limbs of it that a call needs."""
 
     name: str
     rows: int
@@ -33,11 +33,11 @@ class Split(NamedTuple):
     vector: bool  # rows start on 16 bytes
     k_major: Operand | None = None  # limbs of its rows, for sums over columns
     mn_major: Operand | None = None  # limbs of its columns, for sums over rows
-    late: bool = False  # made when the memory that they take is free
+    late: bool = False  # the limbs are made later, when the memory that they take is free
 
 
 class Splits(NamedTuple):
-    """All matrices of which a call makes limbs; offsets and sizes in bytes."""
+    """All matrices of which a call makes limbs. Offsets and sizes are in bytes."""
 
     of: tuple[Split, ...]
     maxima: int
@@ -46,28 +46,31 @@ class Splits(NamedTuple):
 
     @property
     def maxima_bytes(self) -> int:
-        """Bytes of maxima, which must start at zero; 0 if no matrix is MN-major."""
+        """The bytes of the maxima, which must be set to zero first; 0 if no matrix is MN-major."""
         return self.exponents - self.maxima if any(split.mn_major is not None for split in self.of) else 0
 
     def operand(self, name: str, at: Matrix) -> Operand:
-        """The limbs of a matrix for a product whose operand lies as `at` says."""
+        """Return the limbs of a matrix for a product whose operand has the layout `at`."""
         split = next(split for split in self.of if split.name == name)
         found = split.k_major if at.strides[1] == 1 else split.mn_major
         assert found is not None
         return found
 
     def word(self, operand: Operand | None) -> int:
-        """The index of an operand's first exponent, and first maximum, among all; -1 for no operand."""
+        """Return the index of an operand's first exponent among all exponents; -1 for no operand.
+
+        Its first maximum has the same index among all maxima.
+        """
         return -1 if operand is None else (operand.exponents - self.exponents) // 4
 
 
 def limb_pitch(k: int) -> int:
-    """The pitch of limbs that have memory of their own."""
+    """Return the pitch of limbs that have memory of their own."""
     return round_up(k, SPAN)
 
 
 def split_of(name: str, at: Matrix, count: int, k: int, place: Place = SCRATCH) -> Split:
-    """The split of an operand of `count` rows of k, K-major or MN-major."""
+    """Return the split of an operand with `count` rows of k elements, which is K-major or MN-major."""
     operand = Operand(place, limb_pitch(k))
     if at.strides[1] == 1:
         return Split(name, count, k, at.strides[0], _whole(at, 0), k_major=operand)
@@ -79,7 +82,7 @@ def _whole(at: Matrix, axis: int) -> bool:
 
 
 def lay_out(wanted: Iterable[Split], start: int) -> Splits:
-    """Find room from an offset on for maxima, exponents, and limbs that have no other place."""
+    """Find room from offset `start` on for maxima, exponents, and limbs that have no other place."""
     splits = list(wanted)
     words = sum(_words(split.k_major, split.rows) + _words(split.mn_major, split.columns) for split in splits)
     exponents, end = start + words, start + 2 * words
@@ -102,17 +105,17 @@ def lay_out(wanted: Iterable[Split], start: int) -> Splits:
 
 
 def _words(operand: Operand | None, count: int) -> int:
-    """Bytes of an operand's exponents."""
+    """Return how many bytes an operand's exponents take."""
     return 0 if operand is None else round_up(4 * count, 256)
 
 
 def split_grid(rows: Iterable[int], k: int, device: Device) -> int:
-    """CTAs of split_limbs for matrices of so many rows of k elements."""
+    """Return how many CTAs split_limbs has for matrices that have so many `rows` of k elements."""
     return device.grid(sum(ceil_div(count, split_rows_at_once(k)) for count in rows))
 
 
 def maxima_grid(splits: Iterable[Split], device: Device) -> tuple[int, int]:
-    """CTAs of take_maxima, and rows of an item."""
+    """Return how many CTAs take_maxima has, and how many rows an item of its work has."""
     wide = [(split.rows, ceil_div(split.columns, 128)) for split in splits]
     rows = round_up(ceil_div(sum(rows * blocks for rows, blocks in wide), 2048), 64)
     return device.grid(sum(blocks * ceil_div(count, rows) for count, blocks in wide)), rows

@@ -1,4 +1,4 @@
-"""What a plan depends on: the product of two matrices, how its operands lie, the GPU, and ranks that share a batch."""
+"""Describes what a plan depends on: a product, the layouts of its operands, the GPU, and ranks that share a batch."""
 
 from __future__ import annotations
 
@@ -13,43 +13,46 @@ ROOM = 4  # SMs that a kernel leaves free while it waits for another GPU: any CT
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
 SPLITS = 64  # the most CTAs (without clusters) per column block of scale_stats or backward_sums: merging takes time
-# Up to so many rows 16-bit calls save deviations in float64, and their backward computes in float64. For B rows dg has
-# B - 2 degrees of freedom. Rounding d turns a part of the other two dimensions into these: an error of about
-# sqrt(2 / (B - 2)) roundings of dg. For two rows only eps / var is left, a digit or two in float32. Simulated on normal
-# data, 16-bit deviations pass the accuracy rule from 8 rows on, and beyond 16 rows with a third of it to spare.
+# Up to so many rows, 16-bit calls save deviations in float64, and their backward computes in float64. For B rows dg has
+# B - 2 degrees of freedom. Rounding d turns a part of the other two dimensions into these, which is an error of about
+# sqrt(2 / (B - 2)) roundings of dg. For two rows only eps / var is left, a digit or two in float32. In a simulation on
+# normal data, 16-bit deviations meet the accuracy rule from 8 rows on. Beyond 16 rows a third of it is to spare.
 FEW_ROWS = 16
 SAVED = Constants("common/common.cuh", {})  # SAVED_...: the rows of the vectors that a forward saves for its backward
-SAVED_ROWS = SAVED["SAVED_ROWS"]  # their number
-SAVED_RATIO, SAVED_SHIFT = SAVED["SAVED_RATIO"], SAVED["SAVED_SHIFT"]  # two more, with batch renormalisation
+SAVED_ROWS = SAVED["SAVED_ROWS"]  # the number of these rows
+SAVED_RATIO, SAVED_SHIFT = SAVED["SAVED_RATIO"], SAVED["SAVED_SHIFT"]  # two more rows, with batch renormalisation
 RENORM_ROWS = SAVED_SHIFT + 1
 
 
 class Device(NamedTuple):
-    """What a plan depends on of a GPU, or of a context's share of it."""
+    """The properties of a GPU, or of a context's share of it, that a plan depends on."""
 
     capability: tuple[int, int]
     sms: int
     sm90a: bool = True  # NVRTC can compile for it
     pairs: int | None = None  # clusters of two CTAs, each with its own SM, that are resident at once; None for sms / 2
-    fours: int | None = None  # the same of four, eight and sixteen; None for half as many as of half the size
+    fours: int | None = None  # the same for four, eight and sixteen CTAs; None for half as many as of half the size
     eights: int | None = None
     sixteens: int | None = None
     limited: bool = False  # a launch may take no SM beyond `sms`, though there are more
 
     def at_most(self, sms: int | None) -> Device:
-        """The same for a call that may occupy so many SMs. Each SM that is left out may break another cluster."""
+        """Return the device for a call that may occupy `sms` SMs. Each SM left out may break another cluster."""
         if sms is None or sms >= self.sms:
             return self
         return self._with(sms, self.sms - sms)._replace(limited=True)
 
     def with_room(self) -> Device:
-        """The same for a launch that waits for another GPU, which in turn may wait for another kernel on this one."""
+        """Return the device for a launch that waits for another GPU.
+
+        The other GPU may in turn wait for another kernel on this one.
+        """
         if self.limited or self.sms <= 2 * ROOM:  # the caller's `sms` leaves room
             return self
         return self._with(self.sms - ROOM, ROOM // 2)
 
     def _with(self, sms: int, broken: int) -> Device:
-        """The same with so many SMs, and `broken` clusters fewer of each size."""
+        """Return the device with `sms` SMs, and with `broken` clusters fewer of each size."""
         pairs, fours, eights, sixteens = (max(0, self.clusters(size) - broken) for size in (2, 4, 8, 16))
         return self._replace(sms=sms, pairs=pairs, fours=fours, eights=eights, sixteens=sixteens)
 
@@ -64,7 +67,7 @@ class Device(NamedTuple):
         return self.sms if self.limited else 0
 
     def clusters(self, size: int) -> int:
-        """How many clusters of 1, 2, 4, 8 or 16 CTAs, each with an SM to itself, are resident at once."""
+        """Return how many clusters of 1, 2, 4, 8 or 16 CTAs are resident at once, if each CTA has its own SM."""
         if size == 1:
             return self.sms
         most = self.clusters(size // 2) // 2
@@ -72,11 +75,14 @@ class Device(NamedTuple):
         return most if found is None else min(found, most)
 
     def ctas(self, of_an_sm: int) -> int:
-        """CTAs that fill the GPU. If limited, one per SM: CTAs spread over all SMs before any gets a second."""
+        """Return how many CTAs fill the GPU, with `of_an_sm` on each SM.
+
+        If limited, it is one per SM: CTAs spread over all SMs before any SM gets a second CTA.
+        """
         return self.sms if self.limited else of_an_sm * self.sms
 
     def grid(self, items: int) -> int:
-        """CTAs for so many items of work: one each, or if limited, at most one per SM."""
+        """Return how many CTAs do so many items of work: one for each item, but at most one per SM if limited."""
         return min(items, self.sms) if self.limited else items
 
 
@@ -85,11 +91,11 @@ class Matrix(NamedTuple):
 
     strides: tuple[int, int]
     aligned: bool  # the first element is on 16 bytes
-    own: bool = False  # a copy that the call makes: of an operand, or one that it copies to the result
+    own: bool = False  # memory that the call makes: a copy of an operand, or what it later copies to the result
 
     @classmethod
     def of(cls, shape: tuple[int, int], strides: tuple[int, int], aligned: bool) -> Matrix:
-        """The layout of an array. Strides of dimensions of size 1 mean nothing: they become a C-contiguous array's."""
+        """Return the layout of an array. A stride of a dimension of size 1 has no meaning, and is set as in C order."""
         col = strides[1] if shape[1] > 1 else 1
         return cls((strides[0] if shape[0] > 1 else max(shape[1] * col, 1), col), aligned)
 
@@ -99,7 +105,7 @@ class Matrix(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits of the planner's choice, for tests, sweeps and benches that want another than the cheapest.
+    """Limits of the planner's choice, for tests, sweeps and benches that want another choice than the cheapest.
 
     None leaves the choice free. True forces a way wherever it can serve, False forbids it. A limit that leaves no
     choice is ignored.
@@ -121,7 +127,7 @@ class Limits(NamedTuple):
 
 
 class Matmul(NamedTuple):
-    """What a plan depends on of the product x wᵀ: x (m, k), w (n, k), and the result of the call, y (m, n)."""
+    """The product x wᵀ, as far as a plan depends on it: x (m, k), w (n, k), and the result of the call, y (m, n)."""
 
     m: int
     n: int
@@ -135,39 +141,41 @@ class Matmul(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What a program depends on of the ranks of a group."""
+    """The properties of the ranks of a group that a program depends on."""
 
     waits: bool = True  # kernels wait for the other ranks' numbers in peer memory; else NCCL gathers between launches
     size: int = 1
-    features: int | None = None  # for which a mailbox has room
-    signature: int = 0  # of the call; it must be the same on all ranks
+    features: int | None = None  # the features for which a mailbox has room
+    signature: int = 0  # signature of the call; it must be the same on all ranks
 
 
 def ghost_pitch(features: int, dtype: str) -> int:
-    """Columns of a ghost batch among those of all: its features, and some that round them up to 16 bytes."""
+    """Return how many columns a ghost batch takes among those of all: its features, rounded up to 16 bytes."""
     return round_up(features, 16 // ITEMSIZE[dtype])
 
 
 def flattened(p: Matmul, groups: int) -> Matmul:
-    """p as the passes over g or dy see it: the rows of a ghost batch, and a column for each feature of each of them."""
+    """Return p as the passes over g or dy see it: the rows of one ghost batch, and the columns of all ghost batches."""
     return p if groups == 1 else p._replace(m=p.m // groups, n=groups * ghost_pitch(p.n, p.dtype))
 
 
 def letters(features: int, numbers: int) -> int:
-    """How many numbers a rank posts, if there are `numbers` of each feature."""
+    """Return how many numbers a rank posts, if there are `numbers` numbers per feature."""
     return 2 + numbers * features
 
 
 def posts_at(start: int, count: int, ranks: Ranks | None) -> tuple[int, int, int]:
-    """Offsets in the workspace, from `start` on: of the `count` numbers that this rank posts, of what NCCL gathers, and
-    of the end."""
+    """Return three offsets in the workspace, from `start` on.
+
+    They are the offsets of the `count` numbers that this rank posts, of what NCCL gathers, and of the end.
+    """
     nbytes = round_up(8 * count, 256)
     start += -start % 256
     return start, start + nbytes, start + nbytes * (1 if ranks is None or ranks.waits else 1 + ranks.size)
 
 
 def deviations_dtype(dtype: str, rows: int, *, training: bool) -> str:
-    """The dtype in which a forward on an x of `dtype` saves g - mean (in training) or g (in inference).
+    """Return the dtype in which a forward on an x of `dtype` saves g - mean (in training) or g (in inference).
 
     In inference a float16 g could overflow, and there are no statistics to scale it by.
     """
@@ -177,15 +185,19 @@ def deviations_dtype(dtype: str, rows: int, *, training: bool) -> str:
 
 
 def split_rows(m: int, blocks: int, ctas: int, step: int) -> tuple[int, int]:
-    """Split m rows so that blocks * splits fill one wave of `ctas`: (splits, rows of each, a multiple of `step`)."""
+    """Split m rows so that blocks * splits fill one wave of `ctas`.
+
+    Returns the number of splits, and the rows of each split, a multiple of `step`.
+    """
     rows = round_up(ceil_div(m, max(1, ctas // blocks)), step)
     return ceil_div(m, rows), rows
 
 
 def row_threads_for(n: int, columns: int) -> tuple[int, int]:
-    """Blocks of columns, and row_threads of `columns` columns each: a power of two, at most a warp.
+    """Return how many blocks of columns there are, and row_threads. A thread has `columns` columns.
 
-    A CTA then takes a power of two of rows at once, and the rounding of their sums does not depend on the width.
+    row_threads is a power of two, at most a warp. A CTA then takes a power of two of rows at once, and the rounding of
+    their sums does not depend on the width.
     """
     row_threads = min(32, 1 << (ceil_div(n, columns) - 1).bit_length())
     return ceil_div(n, row_threads * columns), row_threads

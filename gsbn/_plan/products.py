@@ -1,4 +1,4 @@
-"""The steps of a product c = a bᵀ by gsbn's kernels: limbs, forward_sm90's GEMM, the reduction of split-k."""
+"""Adds the steps of a product c = a bᵀ by gsbn's kernels: limbs, forward_sm90's GEMM, the reduction of split-k."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def sm90_gemm(
     independent: bool = False,
     of: Matmul | None = None,
 ) -> None:
-    """Add forward_sm90 in mode "gemm". `operands`: the memory of a, b and c; if a or b are limbs they have `exponents`.
+    """Add forward_sm90 in mode "gemm". `operands` is the memory of a, b and c.
 
-    Rows of c may start anywhere. `independent`: it reads nothing that the launch ahead of it writes, and may overlap
-    with that launch. `of`: the product whose limbs p's operands are.
+    `exponents` is the memory of the exponents of a and b, if these are limbs. Rows of c may start anywhere.
+    `independent`: the launch reads nothing that the launch before it writes, and may overlap with that launch. `of`:
+    the product whose operands are in p as limbs.
     """
     a, b, c = operands
     fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], **one.order._asdict()}
@@ -58,14 +59,14 @@ def reduce_split_k(
 class Limbs:
     """Adds the steps that make limbs, and the products of limbs.
 
-    `names` maps the names of the splits to their memory; `cleared`: an earlier step clears the maxima.
+    `names` maps the names of the splits to their memory. `cleared`: an earlier step clears the maxima.
     """
 
     def __init__(self, build: Builder, splits: Splits, names: dict[str, str], *, cleared: bool = False) -> None:
         self._build, self._splits, self._names, self._cleared = build, splits, names, cleared
 
     def make(self, *, late: bool = False) -> None:
-        """Make the limbs of all matrices that are not late; `late`: of those that are."""
+        """Make the limbs of all matrices that are not late or, if `late`, of all that are late."""
         if not late:
             self._maxima()
         now = [split for split in self._splits.of if split.late == late]
@@ -78,19 +79,19 @@ class Limbs:
             self._tiles(tiles)
 
     def multiply(self, p: Matmul, one: OneLaunch, a: str, b: str, c: str) -> None:
-        """A product of matrices whose limbs have been made; "limbs_rs" takes b itself."""
+        """Add a product of matrices whose limbs have been made. "limbs_rs" takes b itself, not its limbs."""
         a_at, a_limbs, a_exponents = self._operand(a, p.x)
         b_at, b_limbs, b_exponents = self._operand(b, p.w) if one.element == "limbs" else (p.w, self._names[b], ABSENT)
         q = p._replace(x=a_at, w=b_at)
         sm90_gemm(self._build, q, one, (a_limbs, b_limbs, c), (a_exponents, b_exponents), of=p)
 
     def _operand(self, name: str, at: Matrix) -> tuple[Matrix, str, str]:
-        """The layout of a matrix's limbs, their memory, and that of their exponents."""
+        """Return the layout of a matrix's limbs, the memory of the limbs, and the memory of their exponents."""
         of = self._splits.operand(name, at)
         return Matrix((of.pitch, 1), True), self._place(of.limbs), place(of.exponents)
 
     def _maxima(self) -> None:
-        """The maxima of all matrices that need them, also late ones, in one launch."""
+        """Add one launch that takes the maxima of all matrices that need them, including late ones."""
         build, splits = self._build, self._splits
         if tiles := [split for split in splits.of if split.mn_major is not None]:
             if not self._cleared:
@@ -104,7 +105,7 @@ class Limbs:
         return place(at) if isinstance(at, int) else self._names[at]
 
     def _rows(self, k: int, splits: list[Split]) -> None:
-        """Limbs of one or two K-major matrices."""
+        """Add a launch that makes the limbs of one or two K-major matrices."""
         passed = dict.fromkeys(SPLIT_WORDS, ABSENT)
         fields = {"m": 0, "n": 0, "k": k, "ldx": 0, "ldw": 0}
         for split, name, count in zip(splits, ("x", "w"), ("m", "n"), strict=False):
@@ -118,7 +119,7 @@ class Limbs:
         self._build.launch(split_limbs(k), grid, fields, passed, made_of=self._splits)
 
     def _tiles(self, splits: list[Split]) -> None:
-        """Limbs of MN-major matrices, and of their rows if these are needed, too."""
+        """Add a launch that makes the limbs of MN-major matrices, and those of their rows if they are needed, too."""
         _, kernel = tile_kernels()
         passed = {**self._sources(splits), "maxima": place(self._splits.maxima)}
         passed["exponents"] = place(self._splits.exponents)
@@ -149,5 +150,5 @@ class Limbs:
 
 
 def _all(of_splits: list[Any], absent: Any) -> list[Any]:
-    """One entry for every matrix that a launch has room for."""
+    """Return one entry for every matrix that a launch has room for; `absent` fills the places without a matrix."""
     return of_splits + [absent] * (AT_ONCE - len(of_splits))

@@ -1,7 +1,7 @@
-"""The program of a call: the memory that it allocates, and its steps in order. Nothing here touches a GPU.
+"""Defines the program of a call: the memory that it allocates, and its steps in order. Nothing here touches a GPU.
 
 A planner writes a `Program` with a `Builder`. The host runs it; `describe` and the tests read the same list. Memory has
-names: those of the call's arguments, those of the arrays that the call allocates, and places in the workspace.
+a name: that of an argument, that of an array that the call allocates, or that of a place in the workspace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .sources import Kernel
 from .variants import THREADS, clear, copy_matrix, copy_rows
 
 ABSENT = "absent"  # the address 0
-_SIDES = ("a", "b", "c")  # of copy_rows' matrices
+_SIDES = ("a", "b", "c")  # the names of copy_rows' matrices
 
 
 class Array(NamedTuple):
@@ -33,15 +33,15 @@ class Launch(NamedTuple):
     kernel: Kernel
     grid: int
     block: int
-    fields: dict[str, Any]  # of its struct
-    passed: dict[str, str]  # parameters and their memory
-    maps: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # of each tensor map: the memory, and what the map encodes
-    cooperative: bool = False  # its CTAs wait for each other: all must be resident
-    made_of: Any = None  # the choice that it carries out, for tests and sweeps
+    fields: dict[str, Any]  # the fields of the kernel's struct
+    passed: dict[str, str]  # the kernel's parameters and their memory
+    maps: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # for each tensor map: the memory, and what the map encodes
+    cooperative: bool = False  # its CTAs wait for each other, so all must be resident
+    made_of: Any = None  # the choice that the launch carries out, for tests and sweeps
 
 
 class Gemm(NamedTuple):
-    """A product c = a bᵀ by cuBLAS; `operands` is the memory of a, b and c; `wide`: c has the accumulator's type."""
+    """A product c = a bᵀ by cuBLAS. `operands` is the memory of a, b and c. `wide`: c has the accumulator's type."""
 
     p: Matmul
     precision: str
@@ -50,7 +50,7 @@ class Gemm(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """NCCL gathers so many doubles of every rank, from the first memory to the second."""
+    """NCCL gathers so many doubles of every rank, from the first of `operands` to the second."""
 
     doubles: int
     operands: tuple[str, str]
@@ -60,9 +60,9 @@ Step = Launch | Gemm | Gather
 
 
 class Program(NamedTuple):
-    """What a call does; sizes in bytes."""
+    """What a call does. Sizes are in bytes."""
 
-    path: str  # as `gemm` names it
+    path: str  # the path, as `gemm` names it
     why: str
     arrays: tuple[Array, ...]
     workspace: int
@@ -71,20 +71,20 @@ class Program(NamedTuple):
     limited: bool = False  # no launch begins before the one ahead has ended
 
     def launches(self, name: str | None = None) -> list[Launch]:
-        """The launches, or those of the kernel with this name."""
+        """Return all launches, or the launches of the kernel with this name."""
         return [step for step in self.steps if isinstance(step, Launch) and name in (None, step.kernel.name)]
 
     def launch(self, name: str) -> Launch | None:
-        """The first launch of the kernel with this name."""
+        """Return the first launch of the kernel with this name, or None."""
         return next(iter(self.launches(name)), None)
 
     def made(self, name: str) -> int | None:
-        """The position of an array among `arrays`."""
+        """Return the position of an array among `arrays`, or None."""
         return next((i for i, array in enumerate(self.arrays) if array.name == name), None)
 
 
 class Copy(NamedTuple):
-    """The copy of a matrix, with the name and layout of its source and of its destination."""
+    """A copy of a matrix, with the name and layout of its source and of its destination."""
 
     name: str
     to: str
@@ -95,12 +95,12 @@ class Copy(NamedTuple):
 
 
 def place(offset: int, memory: str = "workspace") -> str:
-    """The name of the address that lies `offset` bytes after the start of `memory`."""
+    """Return the name of the address that lies `offset` bytes after the start of `memory`."""
     return f"{memory} + {offset}"
 
 
 def place_of(name: str) -> tuple[str, int] | None:
-    """The memory and the offset of a place; None for the name of memory itself."""
+    """Return the memory and the offset of a place; None for the name of memory itself."""
     memory, plus, offset = name.partition(" + ")
     return (memory, int(offset)) if plus else None
 
@@ -112,7 +112,7 @@ class Builder:
         self.device = device
         self._arrays: list[Array] = []
         self._steps: list[Step] = []
-        self._copies: list[Copy] = []  # that the next `copy` makes
+        self._copies: list[Copy] = []  # the copies that the next `copy` makes
         self._nbytes = self._lent = 0
 
     def program(self, path: str, why: str) -> Program:
@@ -123,7 +123,7 @@ class Builder:
     # ---- memory
 
     def make(self, name: str, shape: tuple[int, ...], dtype: str, *, scratch: bool = False) -> str:
-        """Allocate an array; returns its name."""
+        """Allocate an array and return its name."""
         self._arrays.append(Array(name, shape, dtype, scratch))
         return name
 
@@ -132,7 +132,7 @@ class Builder:
         self._nbytes = nbytes + -nbytes % 256
 
     def lend(self, nbytes: int) -> str:
-        """Scratch memory after the workspace. It is shared: a later `lend`, or a GEMM of cuBLAS, may overwrite it."""
+        """Return scratch memory after the workspace. A later `lend`, or a GEMM of cuBLAS, may overwrite it."""
         self._lent = max(self._lent, nbytes)
         return place(self._nbytes) if nbytes else ABSENT
 
@@ -150,7 +150,7 @@ class Builder:
         cooperative: bool = False,
         made_of: Any = None,
     ) -> None:
-        """Launch a kernel with those of `fields` that its struct declares."""
+        """Add the launch of a kernel, with those of `fields` that the kernel's struct declares."""
         mine = {name: fields[name] for name in declared.fields_of(kernel, fields)}
         self._steps.append(Launch(kernel, grid, block, mine, passed, maps, cooperative, made_of))
 
@@ -161,15 +161,15 @@ class Builder:
         self._steps.append(Gather(doubles, (posted, gathered)))
 
     def clear(self, name: str, nbytes: int) -> None:
-        """Write zeros to memory that starts on 16 bytes."""
+        """Add a launch that writes zeros to memory that starts on 16 bytes."""
         self.launch(clear(), clear_grid(nbytes, self.device), {"bytes": nbytes}, {"to": name})
 
     def operand(
         self, name: str, shape: tuple[int, int], of: Matrix, at: Matrix, dtype: str, called: str = "copy"
     ) -> str:
-        """The memory of an argument with the layout `of`, for kernels that take it with the layout `at`.
+        """Return the memory of an argument with the layout `of`, for kernels that take it with the layout `at`.
 
-        If that is the layout of a copy, the copy is allocated here, and made by the next `copy`.
+        If `at` is the layout of a copy, the copy is allocated here, and made by the next `copy`.
         """
         if not at.own:
             return name
@@ -181,7 +181,7 @@ class Builder:
         return to
 
     def copy(self, *more: Copy) -> None:
-        """Add the launches of copies: one for up to three that are `adjacent` in both layouts, one for each other."""
+        """Add the launches of copies: one for up to three that are `adjacent` in both layouts, one for any other."""
         fields: dict[str, Any]
         copies, self._copies = [*self._copies, *more], []
         by_rows = [c for c in copies if all(adjacent(at, c.shape[1]) for at in (c.at, c.to_at))]

@@ -1,4 +1,4 @@
-"""Many short rows: neither g nor dg is written to memory (kernels/skinny.cu, kernels/skinny_backward.cu)."""
+"""Plans calls of many short rows, which write neither g nor dg to memory (kernels/skinny.cu, skinny_backward.cu)."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ from .variants import (
 )
 
 LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
-# for skinny_backward in float32 with more than 32 features and input features: below, the separate kernels are faster
+# The least rows for skinny_backward in float32 with more than 32 features and input features. With fewer rows, the
+# separate kernels are faster.
 LEAST_FLOAT32_ROWS = 4 * 10**5
-# and in 16 bits with more than 128 features, by the room for features and input features. Clusters are faster only if
-# at least three quarters of the room for features are filled.
+# The least rows in 16 bits with more than 128 features, by the room for features and input features. Clusters are
+# faster only if at least three quarters of the room for features are filled.
 LEAST_WIDE_ROWS = {(256, 64): 8192, (256, 128): 24576, (512, 64): 16384, (1024, 64): 16384}
 
 
 class Skinny(NamedTuple):
-    """The two launches of a forward, or the one that computes g alone."""
+    """The two launches of a forward, or the launch that computes g alone."""
 
     stats: Kernel
     normalize: Kernel
     splits: int  # CTAs that share the rows of a block of features
-    rows: int  # of each split but the last
-    blocks: int  # of features
-    threads: int  # of a CTA
+    rows: int  # rows of each split except the last
+    blocks: int  # blocks of features
+    threads: int  # threads of a CTA
     us: float
     product: Kernel | None  # computes g alone; for limbs only
 
@@ -54,9 +55,10 @@ class Skinny(NamedTuple):
 
 
 def serves_skinny(p: Matmul, precision: str, training: bool, saved: bool) -> bool:
-    """Whether these kernels can serve a call: enough rows, few input features, and no more features than SMs can share.
+    """Return whether these kernels can serve a call.
 
-    They save nothing for a backward with frozen statistics.
+    The call needs enough rows, few input features, and no more features than the SMs can share. The kernels save
+    nothing for a backward with frozen statistics.
     """
     if not p.device.hopper or p.dtype == "float64" or (saved and not training):
         return False
@@ -66,43 +68,49 @@ def serves_skinny(p: Matmul, precision: str, training: bool, saved: bool) -> boo
 
 
 def _element(p: Matmul, precision: str) -> str:
-    """How the kernels multiply. In float32: by limbs if that is accurate, else in IEEE arithmetic."""
+    """Return how the kernels multiply. In float32, they use limbs if that is accurate, else IEEE arithmetic."""
     element = element_for(p.dtype, precision)
     return "float32" if element == "limbs" and p.k < LEAST_TERMS else element
 
 
 def _most_inputs(dtype: str, element: str, features: int) -> int:
-    """The most input features with which a CTA can have so many features."""
+    """Return the most input features with which a CTA can have so many features."""
     if element == "limbs":
         return LIMBS_BYTES // (4 * features)
     return 64 * SKINNY_CHUNKS[element][-1] // ITEMSIZE[dtype]
 
 
 def _sizes(p: Matmul, element: str) -> list[int]:
-    """Features that a CTA may have. The smallest size serves only if one CTA has all features: every CTA loads and
-    converts all its rows, so more CTAs would repeat that."""
+    """Return the numbers of features that a CTA may have.
+
+    The smallest number serves only if one CTA has all features. Every CTA loads and converts all its rows, so more CTAs
+    would repeat that.
+    """
     few, *more = skinny_features(element)
     return [few, *more] if p.n <= few else more
 
 
 def _features(p: Matmul, element: str) -> int:
-    """Features of a CTA: the least size that holds all, else the size that leaves the fewest places empty."""
+    """Return the features of a CTA: the least size that holds all, else the size that leaves fewest places empty."""
     sizes = [size for size in _sizes(p, element) if p.k <= _most_inputs(p.dtype, element, size)]
     several = min(sizes, key=lambda size: (round_up(p.n, size), -size))
     return next((size for size in sizes if p.n <= size), several)
 
 
 def for_skinny(p: Matmul) -> Matmul:
-    """The same with copies of rows that do not start on 16 bytes: x cannot be taken so, the weight only slowly."""
+    """Return p with copies of operands whose rows do not start on 16 bytes.
+
+    The kernels cannot take such an x, and they take such a weight only slowly.
+    """
     x, w = (at if on_words(at, p.k, ITEMSIZE[p.dtype]) else in_rows(p.k, ITEMSIZE[p.dtype]) for at in (p.x, p.w))
     return p._replace(x=x, w=w)
 
 
 def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, rates: Rates = H200) -> Skinny:
-    """The two launches for a call, and their time, copies included."""
+    """Return the two launches for a call, and their time, including copies."""
     element = _element(p, precision)
     features = _features(p, element)
-    largest = SKINNY_CHUNKS[element][-1]  # limbs may take it several times
+    largest = SKINNY_CHUNKS[element][-1]  # with limbs, a row may have several times as many
     chunks = next((most for most in SKINNY_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
     sizes = skinny_sizes(element, features, chunks)
     threads, tile, block = sizes["CTA"], sizes["TILE_ROWS"], sizes["BLOCK_ROWS"]
@@ -119,7 +127,10 @@ def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, ra
 
 
 def skinny_product_for(p: Matmul, precision: str) -> Skinny | None:
-    """The launch that computes g alone, by limbs, if it can. It takes x as it lies, the weight as in `for_skinny`."""
+    """Return the launch that computes g alone, by limbs, or None if it cannot serve.
+
+    It takes x without a copy, and the weight as in `for_skinny`.
+    """
     serves = _element(p, precision) == "limbs" and serves_skinny(p, precision, True, False)
     if not serves or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
         return None
@@ -131,28 +142,30 @@ class SkinnyBackward(NamedTuple):
 
     kernel: Kernel
     ctas: int
-    rows: int  # of each but the last, or of each cluster
-    features: int  # of each, at most
+    rows: int  # rows of each CTA, or of each cluster, except the last
+    features: int  # the most features of a CTA
     block: int
-    parts: SplitKReduction  # of dw
+    parts: SplitKReduction  # the launch that adds up dw
 
 
 @lru_cache(maxsize=4096)  # a layer asks at every call
 def serves_skinny_backward(dtype: str, m: int, n: int, k: int, asked: bool = False) -> bool:
-    """Whether skinny_backward has room for n features and k input features, and is fastest on m rows; if `asked` for,
-    it need not be fastest. The layout of the operands is not considered."""
+    """Return whether skinny_backward has room for n features and k input features, and is fastest on m rows.
+
+    If `asked` for, it need not be fastest. The layout of the operands is not considered.
+    """
     size = _skinny_backward_size(dtype, n, k)
     return size is not None and m >= (LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
 
 
 def _skinny_backward_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | None:
-    """The first of `skinny_backward_sizes` with room for n features and k input features."""
+    """Return the first of `skinny_backward_sizes` with room for n features and k input features, or None."""
     sizes = skinny_backward_sizes(dtype)
     return next((size for size in sizes if n <= size[0] * size[2] and k <= size[1]), None)
 
 
 def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float:
-    """The rows from which on skinny_backward of this size is fastest; infinity if never."""
+    """Return the least rows with which skinny_backward of this size is fastest; infinity if it never is."""
     features, inputs, cluster = size
     if dtype == "float32":
         return LEAST_FLOAT32_ROWS if min(n, k) > 32 else LEAST_ROWS
@@ -162,7 +175,10 @@ def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float
 
 
 def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward | None:
-    """The launch of skinny_backward, if it can serve and is fastest; p is plan_backward's, y perhaps a copy."""
+    """Return the launch of skinny_backward, or None if it cannot serve or is not fastest.
+
+    `p` is that of `plan_backward`; its y may be a copy.
+    """
     m, n, k, dtype, device, x, w, dy, limits = p
     size = ITEMSIZE[dtype]
     allowed = device.hopper and limits.skinny is not False and m <= INT32_MAX
@@ -171,7 +187,7 @@ def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward 
     if not allowed or not rows_on_words or not found or not serves_skinny_backward(dtype, m, n, k, bool(limits.skinny)):
         return None
     features, inputs, cluster = found
-    together = device.clusters(cluster)  # CTAs, or clusters, with an SM for each CTA
+    together = device.clusters(cluster)  # CTAs, or clusters, at once, with an SM for each CTA
     if not together:
         return None
     teams, threads, tile = skinny_teams(dtype, features, inputs)

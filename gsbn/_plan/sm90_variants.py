@@ -1,4 +1,4 @@
-"""The variants of forward_sm90: its modes, operands and tiles, and their macros."""
+"""Lists the variants of forward_sm90: its modes, operands and tiles, and their macros."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import cache
 
 from .sources import Constants, Kernel, macros, with_renorm
 
-ARCH = "sm_90a"  # of kernels that use wgmma, TMA or clusters
+ARCH = "sm_90a"  # the architecture of kernels that use wgmma, TMA or clusters
 CONFIG = "sm90/config.cuh"
-SM90_THREADS = Constants(CONFIG, {})["THREADS"]  # of a CTA
+SM90_THREADS = Constants(CONFIG, {})["THREADS"]  # threads of a CTA
 SM90_BLOCK_N = Constants(CONFIG, {})["BLOCK_N"]  # features in a tile
 COLUMN = Constants(CONFIG, {})["COLUMN"]  # rows of an MN-major operand in one block of shared memory
 
 
 def _names(file: str, prefix: str) -> dict[str, str]:
-    """Macros that begin with a prefix, by the rest of their names in lower case."""
+    """Return the macros that begin with a prefix, by the rest of their names in lower case."""
     return {name.removeprefix(prefix).lower(): name for name in macros(file, prefix)}
 
 
@@ -32,11 +32,11 @@ CLUSTER_BATCH_TILES = (
     (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (64, 16), (128, 2), (128, 4), (128, 8), (128, 16), (256, 1),
     (256, 2), (256, 4), (256, 8), (256, 16),
 )  # fmt: skip
-RANKS_CLUSTERS = (2,)  # CLUSTERS if ranks share the batch: half the variants to compile
+RANKS_CLUSTERS = (2,)  # CLUSTERS if ranks share the batch, so that only half of the variants are compiled
 # (BLOCK_M, SPLIT_K). A cluster multiplies at most 128 rows of x: with 256 its CTAs would load as much, and exchange
 # twice as many sums.
 SPLIT_K_TILES = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
-# (BLOCK_M, CLUSTER, SPLIT_K) by mode; fewer rows train as "cluster_batch"
+# (BLOCK_M, CLUSTER, SPLIT_K) by mode. Training with fewer rows uses "cluster_batch".
 SPLIT_K_TILES_BY_MODE = {
     "inference": (*((block_m, 1, split) for block_m, split in SPLIT_K_TILES), (32, 2, 4)),
     "training": ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8)),
@@ -48,7 +48,7 @@ CHANNELS_FIRST_TILES = ((256, 2), (256, 1), (128, 2), (128, 1), (64, 1))
 
 
 def sm90_kernels() -> Iterator[Kernel]:
-    """All variants, without an activation."""
+    """Yield all variants of forward_sm90 without an activation."""
     for kernel in _without_renorm():
         yield kernel
         if dict(kernel.defines)["SAVE_DEVIATIONS"] == "1":
@@ -56,7 +56,7 @@ def sm90_kernels() -> Iterator[Kernel]:
 
 
 def renormalising(kernel: Kernel) -> Kernel:
-    """The variant of forward_sm90 for batch renormalisation, of one that saves deviations."""
+    """Return the variant for batch renormalisation of a variant of forward_sm90 that saves deviations."""
     made = with_renorm(kernel)
     return made._replace(shared=Constants(CONFIG, dict(made.defines))["SHARED_BYTES"])
 
@@ -115,11 +115,11 @@ def forward_sm90(
     ranks: bool = False,
     split: int = 1,
 ) -> Kernel:
-    """The variant of forward_sm90 with these values of ELEMENT, MODE, BLOCK_M, CLUSTER and SPLIT_K (`split`).
+    """Return the variant of forward_sm90 with these values of ELEMENT, MODE, BLOCK_M, CLUSTER and SPLIT_K (`split`).
 
-    `saves`: training that also writes the deviations, g - mean. `x_mn_major`, `w_mn_major`: mode "gemm" with an
-    MN-major x or weight: in 16 bits, or the weight of "limbs_rs". `wide`: mode "gemm" with a float32 result. `ranks`:
-    training of a batch that ranks share.
+    `saves`: training also writes the deviations, g - mean. `x_mn_major`, `w_mn_major`: mode "gemm" has an MN-major x or
+    weight, in 16 bits or as the weight of "limbs_rs". `wide`: mode "gemm" has a float32 result. `ranks`: in training,
+    ranks share the batch.
     """
     defines = {
         "ELEMENT": ELEMENTS[element],
@@ -143,14 +143,17 @@ def forward_sm90(
 def channels_first_sm90(
     element: str, mode: str, block_m: int, cluster: int, saves: bool = False, w_mn_major: bool = False
 ) -> Kernel:
-    """The variant for an x (N, k, L) and a y (N, n, L)."""
+    """Return the variant of forward_sm90 for an x (N, k, L) and a y (N, n, L)."""
     kernel = forward_sm90(element, mode, block_m, cluster, saves, x_mn_major=True, w_mn_major=w_mn_major)
     return kernel._replace(defines=(*kernel.defines, ("CHANNELS_FIRST", "1")))
 
 
 @cache
 def k_in_samples_sm90(element: str, block_m: int) -> Kernel:
-    """The variant that sums over the rows of an x (N, m, L) and a weight (N, n, L), in splits: partial products."""
+    """Return the variant that sums over the rows of an x (N, m, L) and a weight (N, n, L).
+
+    Each split of the rows gives a partial product.
+    """
     kernel = forward_sm90(element, "gemm", block_m, 1, wide=True)
     return kernel._replace(defines=(*kernel.defines, ("K_IN_SAMPLES", "1")))
 
@@ -162,13 +165,13 @@ def stages(element: str, mode: str, block_m: int, cluster: int, split: int) -> i
 
 
 def occupancy(element: str, mode: str, block_m: int, ctas: int) -> int:
-    """CTAs of forward_sm90 on an SM; `ctas` is the size of a cluster."""
+    """Return how many CTAs of forward_sm90 an SM has. `ctas` is the size of a cluster."""
     small = block_m == 32 and ctas == 1 and element in ("float16", "bfloat16")
     return 2 if small and mode in ("inference", "cluster_batch") else 1
 
 
 def largest_block(element: str) -> int:
-    """The most rows of x in a tile of forward_sm90: half with limbs, whose sums need registers as well."""
+    """Return the most rows of x in a tile of forward_sm90. With limbs it is half, as their sums need registers, too."""
     return BLOCKS_M[by_limbs(element)]
 
 
@@ -177,12 +180,15 @@ def by_limbs(element: str) -> bool:
 
 
 def precision_for(precision: str, features: int, inputs: int | None) -> str:
-    """The precision of a call; `inputs` is None if it has no product. With one feature or few inputs it is "highest":
-    PyTorch has no TF32 for such products, and IEEE arithmetic takes no longer, as their kernels wait for memory."""
+    """Return the precision of a call; `inputs` is None if the call has no product.
+
+    With one feature or few inputs it is "highest". PyTorch has no TF32 for such products, and IEEE arithmetic takes no
+    longer, since their kernels wait for memory.
+    """
     few = features == 1 or (inputs is not None and inputs < TF32_INPUTS)
     return "highest" if few else precision
 
 
 def element_for(dtype: str, precision: str) -> str:
-    """How forward_sm90 multiplies operands of a dtype: one of ELEMENTS."""
+    """Return how forward_sm90 multiplies operands of a dtype: one of ELEMENTS."""
     return {"highest": "limbs", "high": "tf32"}[precision] if dtype == "float32" else dtype

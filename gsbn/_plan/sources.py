@@ -1,7 +1,7 @@
-"""The kernels and their sources: the name of a variant; the folder, the text, and the integers that it declares.
+"""Names the variants of kernels, finds their sources, and reads the integers that the sources declare.
 
-Sizes that a plan needs (threads of a CTA, rows of a tile, bytes of shared memory) stand only in CUDA, as constexpr
-integers. `Constants` evaluates them as the compiler does, for the macros of one variant.
+Sizes that a plan needs (threads of a CTA, rows of a tile, bytes of shared memory) are declared only in CUDA, as
+constexpr integers. `Constants` evaluates them as the compiler does, for the macros of one variant.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ class Kernel(NamedTuple):
     name: str
     file: str
     defines: tuple[tuple[str, str], ...]
-    arch: str | None = None  # if it compiles for one architecture only
+    arch: str | None = None  # the architecture, if it compiles for one only
     shared: int = 0  # bytes of dynamic shared memory
 
 
 def with_activation(kernel: Kernel, activation: Any) -> Kernel:
-    """The variant of a kernel with this activation, a struct of common/activation.cuh; the kernel itself for None."""
+    """Return the variant of a kernel with this activation (common/activation.cuh), or the kernel itself for None."""
     return kernel if activation is None else kernel._replace(defines=(*kernel.defines, *of_activation(activation)))
 
 
 def with_renorm(kernel: Kernel, renorm: bool = True) -> Kernel:
-    """The variant of a kernel for batch renormalisation (common/renorm.cuh); the kernel itself if not `renorm`."""
+    """Return a kernel's variant for batch renormalisation (common/renorm.cuh), or the kernel itself if not `renorm`."""
     return kernel._replace(defines=(*kernel.defines, ("RENORM", "1"))) if renorm else kernel
 
 
 def with_ghosts(kernel: Kernel, ghosts: bool = True) -> Kernel:
-    """The variant of a kernel for ghost batches (common/ghost.cuh); the kernel itself if not `ghosts`."""
+    """Return the variant of a kernel for ghost batches (common/ghost.cuh), or the kernel itself if not `ghosts`."""
     return kernel._replace(defines=(*kernel.defines, ("GHOST", "1"))) if ghosts else kernel
 
 
@@ -53,13 +53,13 @@ KERNEL_DIR = _find()
 
 @cache
 def source(file: str) -> str:
-    """The text of a file in kernels/."""
+    """Return the text of a file in kernels/."""
     return (KERNEL_DIR / file).read_text(encoding="utf-8")
 
 
 @cache
 def _own(file: str) -> str:
-    """A file without its comments."""
+    """Return the text of a file without its comments."""
     return re.sub(r"//.*", "", source(file))
 
 
@@ -70,24 +70,24 @@ def _includes(file: str) -> tuple[str, ...]:
 
 @cache
 def text(file: str) -> str:
-    """The headers that a file includes and the file, without comments."""
+    """Return the text of the headers that a file includes and of the file, without comments."""
     return "".join(map(text, _includes(file))) + _own(file)
 
 
 def macros(file: str, prefix: str) -> tuple[str, ...]:
-    """The macros of a file that begin with `prefix`, in order: an enum that #if can compare."""
+    """Return the macros of a file that begin with `prefix`, in order. They are an enum that #if can compare."""
     return tuple(re.findall(rf"^#define ({prefix}\w+) ", _own(file), re.MULTILINE))
 
 
 _DECLARATION = re.compile(r"\bconstexpr (?:int|bool|unsigned) (.*?);", re.DOTALL)
 _ENUM = re.compile(r"\benum[^{;]*\{(.*?)\}", re.DOTALL)
-_OPERATORS = ((r"!(\w+)", r"(not \1)"), (r"&&", " and "), (r"\|\|", " or "), ("/", "//"))  # others are Python's, too
+_OPERATORS = ((r"!(\w+)", r"(not \1)"), (r"&&", " and "), (r"\|\|", " or "), ("/", "//"))  # others are as in Python
 _SIZES = {"__half": 2, "__nv_bfloat16": 2, "float": 4, "double": 8}
 
 
 @cache
 def _definitions(file: str) -> dict[str, str]:
-    """The values of a file's own macros, constants, enumerators and aliases; of a name that occurs twice, the first."""
+    """Return the values of a file's own macros, constants, enumerators and aliases; of each name, the first value."""
     code = _own(file)
     found = re.findall(r"^#define (\w+) +(.+?) *$", code, re.MULTILINE)
     found += re.findall(r"\busing (\w+) = (\w+);", code)
@@ -126,14 +126,14 @@ class Constants:
         return _SIZES[of]
 
     def _evaluate(self, expression: str) -> int:
-        """The value of an expression of C, the innermost parentheses first."""
+        """Return the value of an expression of C. It evaluates the innermost parentheses first."""
         expression = re.sub(r"sizeof\((\w+)\)", lambda found: str(self._size(found[1])), expression)
         while inner := re.search(r"\(([^()]*)\)", expression):
             expression = f"{expression[: inner.start()]}{self._flat(inner[1])}{expression[inner.end() :]}"
         return self._flat(expression)
 
     def _flat(self, expression: str) -> int:
-        """The value of an expression without parentheses."""
+        """Return the value of an expression without parentheses."""
         test, conditional, choices = expression.partition("?")
         if conditional:
             chosen, _, other = choices.partition(":")
@@ -145,7 +145,7 @@ class Constants:
 
 @cache
 def _meaning(file: str, name: str) -> str:
-    """The value of a name in a file, or in the first of its headers that declares it."""
+    """Return the value of a name in a file, or in the first of the file's headers that declares it."""
     if name in _definitions(file):
         return _definitions(file)[name]
     for header in _includes(file):

@@ -1,4 +1,4 @@
-"""Products whose sums CTAs share: the reduction of their partial products, and tall_product for dw in float32.
+"""Plans products whose sums CTAs share: the reduction of partial products, and tall_product for dw in float32.
 
 tall_product is for dg and x of many rows, and makes their limbs itself.
 """
@@ -19,13 +19,13 @@ LEAST_ROWS = 2048  # with fewer, the partial products have as many bytes as dg a
 
 
 class SplitKReduction(NamedTuple):
-    """The launch that adds up `number` float32 matrices; sizes in elements."""
+    """The launch that adds up `number` float32 matrices. Sizes are in elements."""
 
     kernel: Kernel
     grid: int
     number: int
-    size: int  # of each
-    pitch: int  # of its rows
+    size: int  # size of each matrix
+    pitch: int  # pitch of its rows
     share: int  # threads per element
 
     @property
@@ -34,7 +34,7 @@ class SplitKReduction(NamedTuple):
 
 
 def split_k_reduction(number: int, rows: int, pitch: int, device: Device) -> SplitKReduction:
-    """The reduction of `number` partial products of `rows` rows each."""
+    """Return the reduction of `number` partial products of `rows` rows each."""
     share = min(SHARE, 1 << (number.bit_length() - 1))
     grid = device.grid(ceil_div(rows * pitch // 4 * share, THREADS))
     return SplitKReduction(reduce_split_k(), grid, number, rows * pitch, pitch, share)
@@ -45,14 +45,14 @@ class Tall(NamedTuple):
 
     kernel: Kernel
     ctas: int
-    rows: int  # of each CTA but the last of a block
+    rows: int  # rows of each CTA except the last of a block
     whole_words: bool  # both operands are read 16 bytes at a time
     parts: SplitKReduction
     us: float
 
 
 def tall(p: Matmul, precision: str) -> Tall | None:
-    """The two launches for a product of two MN-major operands, if they can serve."""
+    """Return the two launches for a product of two MN-major operands, or None if they cannot serve."""
     mn_major = p.x.strides[0] == 1 and p.w.strides[0] == 1
     if not mn_major or not takes_limbs(p.dtype, precision, p.device) or p.limits.tall is False:
         return None

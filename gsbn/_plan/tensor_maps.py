@@ -1,4 +1,4 @@
-"""What the tensor maps of forward_sm90 encode: the boxes into which TMA divides each operand."""
+"""Computes what the tensor maps of forward_sm90 encode: the boxes into which TMA divides each operand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ L2_NONE, L2_256B = 0, 3  # CUtensorMapL2promotion
 
 
 def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
-    """The arguments of `tensor_map` after the pointer, for x, weight and y.
+    """Return the arguments of `tensor_map` after the pointer, for x, weight and y.
 
-    A box is 128 bytes wide and as high as one transfer. If an operand is MN-major the box's rows run over k. p's x and
-    w give the layout of limbs in float32 elements. If CTAs share an operand, a transfer takes one limb, else both.
+    A box is 128 bytes wide and as high as one transfer. If an operand is MN-major, the box's rows run over k. p.x and
+    p.w give the layout of limbs in float32 elements. If CTAs share an operand, a transfer takes one limb, else both.
     """
     m, n, k, dtype, _, x, w, y, _ = p
     of_x, of_w = (1, one.cluster) if one.shares_weight else (one.cluster, 1)  # CTAs that share it

@@ -1,4 +1,7 @@
-"""All variants of all kernels that a plan may launch: files, macros, shared memory. forward_sm90's: `sm90_variants`."""
+"""Lists all variants of the kernels that a plan may launch, with their files, macros and shared memory.
+
+`sm90_variants` lists those of forward_sm90.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,25 @@ from .problem import C_TYPE
 from .sm90_variants import ARCH, MODES, sm90_kernels
 from .sources import Constants, Kernel, with_activation, with_ghosts, with_renorm
 
-THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # of a CTA of most kernels
-# stages of the pipeline of a thread of backward_sums or backward_dg, of a row each
+THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # threads of a CTA of most kernels
+# stages of the pipeline of a thread of backward_sums or backward_dg; a stage has one row
 ROW_STAGES = Constants("backward/rows.cuh", {})["STAGES"]
 COLUMN_CLUSTERS = (2, 4, 8)  # CTAs of a cluster that shares the rows of some columns in backward_fused
 SUMS_CLUSTER = 8  # the same in backward_sums, if it uses clusters
-SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # WIDTH of split_limbs: elements of a row, at most
-# By operand: chunks of 64 bytes of a row of x that skinny.cu's kernels take at once: the whole row, except with limbs.
+SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # WIDTH of split_limbs: the most elements of a row
+# By operand: the chunks of 64 bytes of a row of x that skinny.cu's kernels take at once. Except with limbs, they take
+# the whole row.
 SKINNY_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
-LIMBS_BYTES = Constants("skinny/config.cuh", {})["LIMBS_BYTES"]  # of the weight's limbs in a CTA
+LIMBS_BYTES = Constants("skinny/config.cuh", {})["LIMBS_BYTES"]  # bytes of the weight's limbs in a CTA
 SKINNY_SIZES = (32, 64, 128)  # features and input features for which variants of skinny_backward have room
-SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the largest of these; wide variants are apart
+SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the largest of these sizes, without wide variants
 _TALL = Constants("tall_product.cu", {})
 TALL_SIDE, TALL_THREADS = _TALL["SIDE"], _TALL["THREADS_HERE"]  # rows and columns of a CTA's block; threads
 _DUAL = Constants("dual_gemm.cu", {})
 DUAL_ROWS, DUAL_CLUSTERS = (32, 64, 128), (1, 2, 4, 8)  # variants of dual_gemm: its ROWS, and CTAs of a cluster
 DUAL_INPUTS, DUAL_STEP, DUAL_THREADS = _DUAL["INPUTS"], _DUAL["STEP"], _DUAL["THREADS"]
 GHOST_KERNELS = ("backward_sums", "backward_dg", "backward_fused")  # they have variants for ghost batches
-GHOST_FEATURES = Constants("ghosts.cu", {})["LANES"]  # of an item of track_ghosts and of sum_ghosts
+GHOST_FEATURES = Constants("ghosts.cu", {})["LANES"]  # features of an item of track_ghosts and of sum_ghosts
 FEW_FEATURES = 8  # columns of the tile for few features
 TILES: dict[
     str, tuple[tuple[int, int, int, int], ...]
@@ -39,7 +43,7 @@ TILES: dict[
 
 
 def every_kernel(activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
-    """All variants without an activation, and those with these activations; they can be compiled ahead of time."""
+    """Yield all variants without an activation, and those with these activations, to be compiled ahead of time."""
     modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
     for plain in _plain_kernels():
         activates = (
@@ -55,14 +59,20 @@ def every_kernel(activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
 
 
 def _renorms(kernel: Kernel) -> bool:
-    """Whether there is a variant for batch renormalisation: it makes y's constants, or stores gamma's gradient."""
+    """Return whether a kernel has a variant for batch renormalisation.
+
+    It has one if it makes the constants of y or stores the gradient of gamma.
+    """
     trains = dict(kernel.defines).get("TRAINING") == "true"
     makes = kernel.name in ("merge_statistics", "normalize_fused")
     return makes or (trains and kernel.name in ("backward_dg", "backward_fused", "merge_sums", "skinny_backward"))
 
 
 def _has_ghosts(kernel: Kernel) -> bool:
-    """Whether there is a variant for ghost batches: a pass over g or dy in training that does not make g itself."""
+    """Return whether a kernel has a variant for ghost batches.
+
+    It has one if it is a pass over g or dy in training that does not make g itself.
+    """
     defines = dict(kernel.defines)
     statistics = kernel.file == "scale_stats" or kernel.name == "normalize_fused"
     backward = kernel.name in GHOST_KERNELS and defines["TRAINING"] == "true"
@@ -128,27 +138,29 @@ def fold(dtype: str) -> Kernel:
 
 
 def activate(dtype: str, *, residual: bool = False) -> tuple[Kernel, int]:
-    """The variant of activate for this dtype, and the elements of an item of its work; `residual`: it adds one."""
+    """Return the variant of activate for this dtype, and the elements of an item. `residual`: it adds a residual."""
     defines = (("T_TYPE", C_TYPE[dtype]), *[("RESIDUAL", "1")] * residual)
     return Kernel("activate", "activate", defines), Constants("activate.cu", dict(defines))["ITEM"]
 
 
 def activate_backward(dtype: str) -> tuple[Kernel, int]:
-    """The same of activate_backward."""
+    """Return the same for activate_backward."""
     kernel, item = activate(dtype)
     return kernel._replace(name="activate_backward"), item
 
 
 def normalize(dtype: str, d_dtype: str | None = None, *, running: bool = False) -> Kernel:
-    """The variant of normalize for a y of `dtype` that saves deviations in `d_dtype`, or none; `running`: the
-    constants come from the running statistics."""
+    """Return the variant of normalize for a y of `dtype` that saves deviations in `d_dtype`, or saves none.
+
+    `running`: the constants come from the running statistics.
+    """
     g_type = "double" if dtype == "float64" else "float"
     defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]), ("RUNNING", str(running).lower()))
     return Kernel("normalize", "normalize", defines if d_dtype is None else (*defines, ("D_TYPE", C_TYPE[d_dtype])))
 
 
 def normalize_fused(dtype: str, d_dtype: str | None = None) -> Kernel:
-    """The variant of normalize_fused for a y of `dtype` that saves deviations in `d_dtype`, or none."""
+    """Return the variant of normalize_fused for a y of `dtype` that saves deviations in `d_dtype`, or saves none."""
     g_type = "double" if dtype == "float64" else "float"
     defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]))
     saves = () if d_dtype is None else (("D_TYPE", C_TYPE[d_dtype]),)
@@ -157,9 +169,11 @@ def normalize_fused(dtype: str, d_dtype: str | None = None) -> Kernel:
 
 @cache
 def skinny(element: str, features: int, chunks: int, saves: bool = False) -> tuple[Kernel, Kernel]:
-    """The variants of skinny_stats and skinny_normalize for operands that are multiplied as `element`, one of
-    SKINNY_CHUNKS, and a CTA with so many features, which takes `chunks` of 64 bytes of a row at once; `saves`:
-    skinny_normalize also writes the deviations."""
+    """Return the variants of skinny_stats and skinny_normalize.
+
+    They multiply operands as `element`, one of SKINNY_CHUNKS. A CTA has `features` features, and takes `chunks` chunks
+    of 64 bytes of a row at once. `saves`: skinny_normalize also writes the deviations.
+    """
     of_x = _skinny_defines(element, features, chunks)
     shared = Constants("skinny/config.cuh", dict(of_x))["SHARED_BYTES"]
     stats = Kernel("skinny_stats", "skinny", of_x, arch=ARCH, shared=shared)
@@ -167,19 +181,21 @@ def skinny(element: str, features: int, chunks: int, saves: bool = False) -> tup
 
 
 def skinny_product(features: int, chunks: int) -> Kernel:
-    """The variant of skinny_product, of limbs, for a CTA like that of skinny_stats."""
+    """Return the variant of skinny_product, which multiplies limbs, for a CTA like that of skinny_stats."""
     return skinny("limbs", features, chunks)[0]._replace(name="skinny_product")
 
 
 def skinny_features(element: str) -> tuple[int, ...]:
-    """Features that a CTA of skinny.cu's kernels may have."""
+    """Return the numbers of features that a CTA of skinny.cu's kernels may have."""
     return (32, 64, 128) if element == "limbs" else (32, 64)
 
 
 @cache
 def skinny_sizes(element: str, features: int, chunks: int) -> Constants:
-    """The constants of skinny/config.cuh for such a CTA: CTA is its threads, TILE_ROWS the rows of a tile, BLOCK_ROWS
-    the rows of all tiles that it has at once."""
+    """Return the constants of skinny/config.cuh for such a CTA.
+
+    CTA is its number of threads, TILE_ROWS the rows of a tile, BLOCK_ROWS the rows of all tiles that it has at once.
+    """
     return Constants("skinny/config.cuh", dict(_skinny_defines(element, features, chunks)))
 
 
@@ -188,7 +204,7 @@ def _skinny_defines(element: str, features: int, chunks: int) -> tuple[tuple[str
 
 
 def skinny_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
-    """The variants of skinny_backward: features of a CTA, input features, CTAs of a cluster that share the features."""
+    """Return the sizes of skinny_backward: features of a CTA, input features, CTAs of a cluster that share features."""
     if dtype not in SKINNY_BACKWARD:
         return []
     alone = [(n, k, 1) for n in SKINNY_SIZES for k in SKINNY_SIZES if max(n, k) <= SKINNY_BACKWARD[dtype]]
@@ -198,7 +214,7 @@ def skinny_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
 
 @cache
 def skinny_backward_kernel(dtype: str, features: int, inputs: int, cluster: int = 1) -> Kernel:
-    """The variant of skinny_backward of this size, one of `skinny_backward_sizes`."""
+    """Return the variant of skinny_backward of this size, one of `skinny_backward_sizes`."""
     t, teams = C_TYPE[dtype], skinny_teams(dtype, features, inputs)[0]
     defines = {"T_TYPE": t, "D_TYPE": t, "G_TYPE": "float", "TRAINING": "true"}
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
@@ -209,7 +225,10 @@ def skinny_backward_kernel(dtype: str, features: int, inputs: int, cluster: int 
 
 @cache
 def skinny_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]:
-    """The number of teams in a CTA of skinny_backward, and the threads and rows of each; each has dw in registers."""
+    """Return how many teams a CTA of skinny_backward has, and how many threads and rows each team has.
+
+    Each team has dw in registers.
+    """
     teams = 1 if features > 128 else 4 if max(features, inputs) <= 64 else 2
     if dtype == "float32":
         teams = 16 if features * inputs == 1024 else 8
@@ -218,12 +237,12 @@ def skinny_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]
 
 
 def tall_product() -> Kernel:
-    """Computes the partial products of a float32 product over many rows."""
+    """Return the kernel that computes the partial products of a float32 product over many rows."""
     return Kernel("tall_product", "tall_product", (), arch=ARCH, shared=_TALL["SHARED_BYTES"])
 
 
 def dual_gemm(dtype: str, rows: int, cluster: int) -> Kernel:
-    """The variant of dual_gemm for up to so many rows, one of DUAL_ROWS, and a cluster of DUAL_CLUSTERS."""
+    """Return the variant of dual_gemm for up to so many rows, one of DUAL_ROWS, and a cluster of DUAL_CLUSTERS."""
     defines = (("ELEMENT", f"ELEMENT_{dtype.upper()}"), ("ROWS", str(rows)))
     shared = Constants("dual_gemm.cu", dict(defines))["SHARED_BYTES"]
     return _in_clusters(Kernel("dual_gemm", "dual_gemm", defines, arch=ARCH, shared=shared), cluster)
@@ -239,7 +258,7 @@ def copy_matrix(itemsize: int) -> Kernel:
 
 
 def copy_rows() -> Kernel:
-    """Copies rows of elements of any size, from and to any alignment."""
+    """Return the kernel that copies rows of elements of any size, from and to any alignment."""
     return Kernel("copy_rows", "copy_rows", ())
 
 
@@ -256,12 +275,12 @@ def sum_ghosts() -> Kernel:
 
 
 def fill_sm(shared: int) -> Kernel:
-    """Fills an SM with one CTA, if `shared` is all of its shared memory."""
+    """Return the kernel that fills an SM with one CTA, if `shared` is all of the SM's shared memory."""
     return Kernel("fill_sm", "fill_sm", (), arch=ARCH, shared=shared)
 
 
 def tile_kernels() -> tuple[Kernel, Kernel]:
-    """The two kernels that make limbs of MN-major operands: take_maxima and split_tiles."""
+    """Return the two kernels that make limbs of MN-major operands: take_maxima and split_tiles."""
     maxima, tiles = (Kernel(name, *split_limbs(1)[1:]) for name in ("take_maxima", "split_tiles"))
     return maxima, tiles
 
@@ -271,11 +290,11 @@ def backward_kernels(
     dtype: str, d_dtype: str, *, training: bool, transposed: bool = False, cluster: int = 1, sharing: int = 1,
     identity: bool = False,
 ) -> tuple[Kernel, ...]:  # fmt: skip
-    """The variants of backward_sums, backward_dg, backward_fused, sum_features and, in training, merge_sums, for a dy
-    of `dtype` and deviations of `d_dtype`.
+    """Return the variants of the backward's passes for a dy of `dtype` and deviations of `d_dtype`.
 
-    `transposed`: backward_dg also writes dg's transpose; `cluster`: CTAs of a cluster of backward_fused; `sharing`: of
-    backward_sums; `identity`: the layer has no norm.
+    They are backward_sums, backward_dg, backward_fused, sum_features and, in training, merge_sums. `transposed`:
+    backward_dg also writes dg's transpose. `cluster`, `sharing`: CTAs of a cluster of backward_fused, and of
+    backward_sums. `identity`: the layer has no norm.
     """
     t, d = C_TYPE[dtype], C_TYPE[d_dtype]
     g = "double" if d == "double" else "float"
@@ -293,7 +312,7 @@ def backward_kernels(
 
 
 def channels_backward(dtype: str) -> tuple[Kernel, Kernel]:
-    """channel_sums and channel_dg, for a dy and deviations of `dtype`."""
+    """Return channel_sums and channel_dg, for a dy and deviations of `dtype`."""
     t = C_TYPE[dtype]
     defines = (("T_TYPE", t), ("D_TYPE", t), ("G_TYPE", "float"), ("TRAINING", "true"), ("CHANNELS_FIRST", "1"))
     sums, dg = (Kernel(name, "channels_backward", defines, arch=ARCH) for name in ("channel_sums", "channel_dg"))
@@ -301,7 +320,7 @@ def channels_backward(dtype: str) -> tuple[Kernel, Kernel]:
 
 
 def column_sums(kernel: Kernel) -> tuple[int, int]:
-    """How many sums of each column backward_sums writes, and how many a rank posts."""
+    """Return how many sums of each column backward_sums writes, and how many numbers per column a rank posts."""
     constants = Constants("backward/columns.cuh", dict(kernel.defines))
     return constants["SUMS"], constants["POSTS"]
 
@@ -317,7 +336,7 @@ def split_limbs(k: int) -> Kernel:
 
 
 def split_rows_at_once(k: int) -> int:
-    """Rows of k elements that a CTA of split_limbs takes at once."""
+    """Return how many rows of k elements a CTA of split_limbs takes at once."""
     return _rows_at_once(_split_width(k))
 
 
@@ -331,7 +350,7 @@ def _split_width(k: int) -> int:
 
 
 def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str, *, wide: bool = False) -> Kernel:
-    """The variant of gemm_tiled for "forward" (g = x wᵀ), "dx" (dg w) or "dw" (dgᵀ x); `wide`: a float32 result."""
+    """Return gemm_tiled for "forward" (g = x wᵀ), "dx" (dg w) or "dw" (dgᵀ x). `wide`: the result is float32."""
     t = C_TYPE[dtype]
     names = ("BLOCK_M", "BLOCK_N", "THREAD_M", "THREAD_N")
     defines = [("X_TYPE", t), ("G_TYPE", "double" if t == "double" else "float")]
