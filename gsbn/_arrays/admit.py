@@ -1,4 +1,4 @@
-"""Accept torch tensors that are plain memory with a shape and strides; raise an error that helps for all others."""
+"""Accept torch tensors that are plain memory with a shape and strides; raise a helpful error for all others."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _TRANSFORMS = {
 
 
 def is_memory(torch: Any, array: Any) -> bool:
-    """Whether a tensor of torch's own class is plain memory: not sparse, and not lazily negated. `tensor` checks the
-    rest."""
+    """Return whether a tensor of torch's own class is plain memory: not sparse, and not lazily negated.
+
+    `tensor` checks the other conditions.
+    """
     return array.layout is torch.strided and not array.is_neg()
 
 
@@ -62,6 +64,6 @@ def tensor(torch: Any, name: str, array: Any) -> None:
 
 
 def _transform(torch: Any, array: Any) -> str | None:
-    """The transform that wrapped the caller's tensor in this one, if any; torch has no public API for it."""
+    """Return the transform that wrapped the caller's tensor in this one, or None; torch has no public API for it."""
     ask = torch._C._functorch
     return next((transform for question, transform in _TRANSFORMS.items() if getattr(ask, question)(array)), None)

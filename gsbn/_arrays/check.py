@@ -1,4 +1,4 @@
-"""Checks of arguments, before anything is launched or written. Errors name the argument. Uses only NumPy."""
+"""Check arguments before anything is launched or written. Errors name the argument. This file uses only NumPy."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class View(NamedTuple):
 def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...], *, identity: bool = False) -> None:
     """Raise the errors of `gsbn.forward`; `views` maps every array argument to its view or None.
 
-    The last of the options is the scale if it is not an array. The type of the group is checked already. `identity`:
-    of `gsbn.linear`, which has no norm.
+    The last option is the scale if it is not an array. The type of the group has been checked already. `identity` is
+    True for `gsbn.linear`, which has no norm.
     """
     training, momentum, eps, precision, gemm, return_saved, sms, activation, group, renorm, groups, number = options
     x, weight = _matrices(views)
@@ -147,7 +147,7 @@ _MOST = float(np.finfo(np.float32).max)
 
 
 def checked_activation(value: Any) -> Any:
-    """The activation as plans and caches know it, with a float for its number; raise if it is none."""
+    """Return the activation as plans and caches know it, with its number as a float. Raise if it is no activation."""
     if value is None:
         return None
     if not isinstance(value, tuple):
@@ -161,11 +161,14 @@ def checked_activation(value: Any) -> Any:
     parameter = real_number("activation", number, f"a finite number beside {name!r}")
     if abs(parameter) > _MOST:
         raise ValueError(f"activation: expected a number that float32 can hold beside {name!r}, got {shown(number)}")
-    return name, parameter + 0.0  # not -0: it is equal to 0
+    return name, parameter + 0.0  # makes 0 of -0, which is equal to 0
 
 
 def needs(names: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of `allowed` that are in `names`, in the order of `allowed`; raise if `names` has anything else."""
+    """Return the names of `allowed` that are in `names`, in the order of `allowed`.
+
+    Raise an error if `names` has anything else.
+    """
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"needs: expected a collection of names among {allowed}, got {shown(names)}")
     for name in names:
@@ -177,7 +180,7 @@ def needs(names: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def written(views: Mapping[str, View | None], *, training: bool) -> tuple[str, ...]:
-    """The arguments that the call writes."""
+    """Return the names of the arguments that the call writes."""
     names = WRITTEN if training else ("out",)
     return tuple(name for name in names if views.get(name) is not None)
 
@@ -195,7 +198,7 @@ def overlaps(views: Mapping[str, View | None], *, training: bool) -> None:
 
 
 def span(view: View) -> tuple[int, int]:
-    """The first byte of the array and the byte after its last, relative to its pointer; (0, 0) if it is empty."""
+    """Return the array's first byte and the byte after its last, relative to its pointer; (0, 0) if it is empty."""
     if 0 in view.shape:
         return 0, 0
     reach = [(size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)]
@@ -280,7 +283,7 @@ def _vectors(views: Mapping[str, View | None], features: int, dtype: str, like: 
 
 
 def _renorm(views: Mapping[str, View | None], x: View, warmup: int) -> None:
-    """Raise if limits in an array, or what batch renormalisation needs beside them, are wrong."""
+    """Raise if limits in an array, or other arguments that batch renormalisation needs, are wrong."""
     limits = views["renorm"]
     if limits is not None:
         if limits.dtype not in ("float32", "float64"):
@@ -295,7 +298,7 @@ def _renorm(views: Mapping[str, View | None], x: View, warmup: int) -> None:
 
 
 def _ghost_batches(groups: Any, batch: int, features: int, group: Any, renorm: Any) -> None:
-    """Raise if the batch cannot be cut into so many ghost batches."""
+    """Raise if the batch cannot be cut into `groups` ghost batches."""
     ghost_count(groups)
     if groups == 1:
         return

@@ -1,4 +1,4 @@
-"""CuPy's arrays."""
+"""Read and allocate CuPy's arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of other libraries, imported by DLPack."""
+"""Import arrays of other libraries by DLPack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
 
 class Producer:
-    """Wraps a DLPack producer and records whether its memory may be written; CuPy does not record it.
+    """Wrap a DLPack producer, and record whether its memory may be written, which CuPy does not record.
 
     As in NumPy, memory is writable only if a versioned capsule says so. JAX arrays are always read-only.
     """
@@ -39,7 +39,7 @@ class Producer:
         return capsule
 
     def take(self) -> Any:
-        """A CuPy or NumPy array of the same memory."""
+        """Return a CuPy or NumPy array of the same memory."""
         jax = sys.modules.get("jax")
         if jax is not None and isinstance(self.array, jax.core.Tracer):
             raise TypeError(
@@ -67,7 +67,7 @@ class Producer:
         except (BufferError, RuntimeError, TypeError):
             if not hasattr(self.array, "__array__"):
                 raise
-            # NumPy's DLPack has no bfloat16; __array__ returns that of ml_dtypes, perhaps of a copy
+            # NumPy's DLPack has no bfloat16; __array__ returns an array with the bfloat16 of ml_dtypes, perhaps a copy
             made = np.asarray(self.array)
             self.read_only = self.read_only or not np.shares_memory(made, np.asarray(self.array))
             return made

@@ -1,4 +1,4 @@
-"""Make torch.compile skip gsbn's functions: they launch kernels and use NumPy, which it cannot trace."""
+"""Make torch.compile skip gsbn's functions: they launch kernels and use NumPy, which torch.compile cannot trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _codes: list[CodeType] = []
 
 
 def outside_graphs(function: _Function) -> _Function:
-    """A decorator without a wrapper: torch.compile breaks its graph here or, with fullgraph=True, prints why."""
+    """Mark a function that torch.compile cannot trace, and return it without a wrapper.
+
+    torch.compile breaks its graph at a call of the function or, with fullgraph=True, prints why.
+    """
     plain = cast(FunctionType, function)
     vars(plain).update(
         _torchdynamo_disable=True,
@@ -26,11 +29,11 @@ def outside_graphs(function: _Function) -> _Function:
 
 
 def skip_frames(torch: Any) -> None:
-    """Make torch.compile skip the frames of the functions, too; else it would trace the functions that they call."""
+    """Make torch.compile skip the frames of these functions, too; else it would trace the functions that they call."""
     try:
         frames = torch._C._dynamo.eval_frame
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    except (AttributeError, TypeError):  # other names in this version: torch then compiles what it can
+    except (AttributeError, TypeError):  # this version has other names: torch then compiles what it can
         return
     for code in _codes:
         frames.set_code_exec_strategy(code, skip)

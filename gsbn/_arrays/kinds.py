@@ -25,7 +25,10 @@ _learning = threading.Lock()
 
 
 def kind_of(array: Any) -> Kind | None:
-    """The kind of an array; None for a DLPack producer of another library, and for an object that is not an array."""
+    """Return the kind of an array.
+
+    Return None for a DLPack producer of another library, and for an object that is not an array.
+    """
     kind = _kinds.get(type(array)) or _learn(type(array))
     return kind.side(array) if kind is not None else None
 
@@ -52,12 +55,12 @@ def _learn(type_: type) -> Kind | None:
 def kinds_of(
     arrays: dict[str, Any], required: tuple[str, ...], own: tuple[str, ...] = ("out",)
 ) -> tuple[Kind, dict[str, Any], frozenset[str]]:
-    """The common kind of all arrays, the arrays, and the names of those that DLPack marks as read-only.
+    """Return the common kind of all arrays, the arrays, and the names of those that DLPack marks as read-only.
 
     Arrays of other libraries are returned as CuPy or NumPy arrays that share their memory. `own` names the arrays that
-    may be CuPy or NumPy arrays even then, because gsbn made them. Raises TypeError for an argument that is not an array
-    or of another library than the first of `required`, ValueError for one on another device, and the errors of
-    `Kind.admit`.
+    may be CuPy or NumPy arrays even in that case, because gsbn made them. Raises TypeError for an argument that is not
+    an array or comes from another library than the first of `required`, ValueError for an array on another device, and
+    the errors of `Kind.admit`.
     """
     like = required[0]
     owner = arrays[like]
@@ -110,5 +113,5 @@ def _import_dlpack(
 
 def _reject_device(name: str, array: Any) -> None:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):  # without a kind: neither on the CPU nor on CUDA
+    if torch is not None and isinstance(array, torch.Tensor):  # it has no kind: it is neither on the CPU nor on CUDA
         raise ValueError(f"{name}: expected a tensor on cpu or cuda, got one on {array.device}")

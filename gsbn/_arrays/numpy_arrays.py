@@ -1,4 +1,4 @@
-"""NumPy's arrays."""
+"""Read and allocate NumPy's arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's tensors, on the CPU and on CUDA."""
+"""Read and allocate PyTorch's tensors, on the CPU and on CUDA."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class CpuTensors(Kind):
         increment = self._torch.autograd.graph.increment_version
         try:
             increment(arrays)
-        except (RuntimeError, TypeError):  # older versions take one tensor, and none from inference mode
+        except (RuntimeError, TypeError):  # older versions take one tensor, not from inference mode
             for array in arrays:
                 if not array.is_inference():
                     increment(array)
@@ -109,7 +109,8 @@ class CudaTensors(CpuTensors):
         super().__init__(torch)
         self._bytes: dict[Any, Any] = {}  # an empty tensor of bytes for every device
         self._asked = (0, False)  # the last capture that graph_keeps was called for, and its result
-        # 0.3 against 3.7 us for the public current_stream(), which builds a Stream object around the same pointer.
+        # This takes 0.3 us. The public current_stream() takes 3.7 us: it builds a Stream object around the same
+        # pointer.
         self._raw_stream: Callable[[int], int] = getattr(
             torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
         )
@@ -121,7 +122,7 @@ class CudaTensors(CpuTensors):
         return self._raw_stream(device)
 
     def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
-        # The fastest allocation in torch: no dtype or device to parse, no tuple to unpack.
+        # This is the fastest allocation in torch: it has no dtype or device to parse, and no tuple to unpack.
         return partial(self.empty((0,), like, dtype).new_empty, *(shape or ((),)))
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
@@ -132,7 +133,8 @@ class CudaTensors(CpuTensors):
         return memory, memory.data_ptr()
 
     def graph_keeps(self, arrays: tuple[Any, ...], capture: int) -> bool:
-        # During torch's own capture memory comes from the graph's pool; during another library's, from the common pool.
+        # During torch's own capture, memory comes from the graph's pool; during another library's capture, it comes
+        # from the common pool.
         pointer = next(filter(None, (array.data_ptr() for array in arrays)), 0)
         if pointer == 0:
             return True  # no memory at all
@@ -155,14 +157,14 @@ class CudaTensors(CpuTensors):
 
 
 def _nowhere(array: Any) -> int:
-    """The address 0 of a tensor without elements; raise for a tensor with elements but without memory."""
+    """Return the address 0 of a tensor without elements. Raise for a tensor with elements but without memory."""
     if array.numel():
         raise RuntimeError("a tensor without memory")
     return 0
 
 
 def _bfloat16(name: str) -> Any:
-    """The bfloat16 of ml_dtypes for NumPy."""
+    """Return the bfloat16 that ml_dtypes adds to NumPy."""
     try:
         import ml_dtypes
     except ImportError as error:

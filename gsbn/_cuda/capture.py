@@ -1,4 +1,4 @@
-"""Memory of a captured call lives as long as the graph: CUDA user objects, through the driver API."""
+"""Keep the memory of a captured call as long as the graph lives, through CUDA user objects of the driver API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .driver import check, driver
 
-_SEM_T_BYTES = 64  # sizeof(sem_t) is 32 on Linux; room for other libcs
+_SEM_T_BYTES = 64  # sizeof(sem_t) is 32 on Linux; the rest is room for other libcs
 
 
 class _Held(NamedTuple):
@@ -18,13 +18,13 @@ class _Held(NamedTuple):
     owners: list[Any]
 
 
-_held: dict[int, _Held] = {}  # by capture
+_held: dict[int, _Held] = {}  # the keys are the numbers of captures
 _lock = threading.Lock()
 
 
 @cache
 class _Libc:
-    """libc's semaphores, once: CUDA may call sem_post on a thread of its own."""
+    """The semaphores of libc, made once. CUDA may call sem_post on a thread of its own."""
 
     def __init__(self) -> None:
         self.lib = lib = ctypes.CDLL(None)
@@ -34,7 +34,7 @@ class _Libc:
             function.argtypes = (ctypes.c_void_p,)
         lib.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
         self.post = ctypes.cast(lib.sem_post, ctypes.c_void_p)
-        self.any = self.semaphore()  # posted for every graph
+        self.any = self.semaphore()  # CUDA posts it for every graph
         threading.Thread(target=_let_go, args=(lib, self.any), name="gsbn-graphs", daemon=True).start()
 
     def semaphore(self) -> int:
@@ -44,7 +44,7 @@ class _Libc:
 
 
 def _capture_of(stream: int) -> tuple[int, int]:
-    """The unique number of a stream's capture, and its graph."""
+    """Return the unique number of a stream's capture, and the graph."""
     status, identity, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     nodes, count = ctypes.c_void_p(), ctypes.c_size_t()
     refs = map(ctypes.byref, (status, identity, graph, nodes, count))
@@ -55,12 +55,12 @@ def _capture_of(stream: int) -> tuple[int, int]:
 def keep_alive(kind: Any, stream: int, owners: tuple[Any, ...], prepared: Any = None) -> None:
     """Hold what a call allocated until the graph that `stream` is capturing, and all instances of it, are destroyed.
 
-    If the library's allocator keeps the memory for the graph, it is not held here, so that later calls can reuse it. A
-    prepared weight is gsbn's own and is always held.
+    If the library's allocator keeps the memory for the graph, this function does not hold it, so that later calls can
+    reuse it. A prepared weight belongs to gsbn and is always held.
 
-    CUDA calls a user object's destructor on a thread of its own, which may call neither Python nor CUDA: ours call
-    libc's sem_post, on a semaphore of the graph and on one that all graphs share. A Python thread waits for the latter,
-    then looks which graphs are gone.
+    CUDA calls a user object's destructor on a thread of its own, which may call neither Python nor CUDA. gsbn's
+    destructors call libc's sem_post, on a semaphore of the graph and on one that all graphs share. A Python thread
+    waits for the shared one, then finds out which graphs are gone.
     """
     identity, graph = _capture_of(stream)
     owners = tuple(owner for owner in owners if owner is not None)
@@ -90,7 +90,7 @@ def keep_alive(kind: Any, stream: int, owners: tuple[Any, ...], prepared: Any = 
 def _let_go(lib: ctypes.CDLL, any_graph: int) -> None:
     posted = released = 0
     while True:
-        if lib.sem_wait(any_graph) == 0:  # releases the GIL; a signal may interrupt it
+        if lib.sem_wait(any_graph) == 0:  # waiting releases the GIL; a signal may interrupt it
             posted += 1
         while released < posted:  # a graph's two posts come one right after the other, in either order
             found = _release(lib)

@@ -1,9 +1,9 @@
-"""c = a bᵀ by cuBLASLt, the library that CuPy's cuBLAS has loaded.
+"""Compute c = a bᵀ by cuBLASLt, the library that CuPy's cuBLAS has loaded.
 
-CuPy's handle has a stream, a workspace and modes that all calls share, and cannot be captured. Here nothing is shared:
-a product is described and its algorithm chosen once, and each call passes its stream, and its own scratch memory as
-the workspace. So threads and streams are independent, a graph owns what its replays use, and equal calls give equal
-bits.
+CuPy's handle has a stream, a workspace and modes that all calls share, and cannot be captured. Here nothing is shared.
+A product is described and its algorithm is chosen once. Each call passes its stream, and its own scratch memory as the
+workspace. So threads and streams are independent, a graph owns the memory that its replays use, and equal calls give
+equal bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .driver import beside_captures
 _TRANS_A, _TRANS_B, _SM_COUNT_TARGET = 3, 4, 15  # CUBLASLT_MATMUL_DESC_...
 _MAX_WORKSPACE_BYTES, _REDUCTION_SCHEMES, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_...; b, a, c, d
 _ANY, _IN_ACCUMULATOR = 7, 2  # CUBLASLT_REDUCTION_SCHEME_MASK, ..._COMPUTE_TYPE
-_WORKSPACE = 32 << 20  # bytes at most; what NVIDIA recommends for Hopper
+_WORKSPACE = 32 << 20  # bytes at most; NVIDIA recommends this for Hopper
 _ONE_AND_ZERO: dict[str, ctypes.Array[Any]] = {
     "float32": (ctypes.c_float * 2)(1, 0),
     "float64": (ctypes.c_double * 2)(1, 0),
@@ -39,7 +39,7 @@ class _Choice(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
 
 
 class _Descriptor:
-    """A descriptor of cuBLASLt, destroyed with this object; `kind` is its name there."""
+    """A descriptor of cuBLASLt that is destroyed with this object; `kind` is its name in cuBLASLt."""
 
     def __init__(self, kind: str, *arguments: Any) -> None:
         self._kind, made = kind, ctypes.c_void_p()
@@ -56,8 +56,8 @@ class _Descriptor:
 class CublasGemm:
     """A product that is ready to run with addresses and `workspace` bytes of scratch memory.
 
-    a is p's x and b its w, with any strides that cuBLAS takes. c is its y, which starts on 16 bytes; if `wide`, c has
-    the accumulator's type.
+    a is `p.x` and b is `p.w`, with any strides that cuBLAS takes. c is `p.y`, which starts on 16 bytes. If `wide`, c
+    has the accumulator's type.
     """
 
     def __init__(self, p: _plan.Matmul, precision: str, device: int, *, wide: bool) -> None:
@@ -92,7 +92,7 @@ class CublasGemm:
         self._zero = self._one + ctypes.sizeof(one_and_zero) // 2
 
     def __call__(self, operands: tuple[int, int, int, int], stream: int) -> None:
-        """Launch it on a stream, with the addresses of a, b, c and the workspace."""
+        """Launch the product on a stream, with the addresses of a, b, c and the workspace."""
         a, b, c, workspace = operands
         of_c = self._c.at
         result = self._matmul(
@@ -112,14 +112,14 @@ def _types() -> dict[str, int]:
 def _compute(dtype: str, precision: str) -> int:
     name = "64F" if dtype == "float64" else "32F"
     if dtype == "float32":
-        # Pedantic: as fast on this path, and the one mode that NVIDIA_TF32_OVERRIDE=1 leaves alone.
+        # The pedantic mode is as fast on this path, and is the only mode that NVIDIA_TF32_OVERRIDE=1 does not change.
         name = "32F_FAST_TF32" if precision == "high" else "32F_PEDANTIC"
     found: int = getattr(cuda().cublas, f"CUBLAS_COMPUTE_{name}")
     return found
 
 
 def _operand(element: int, matrix: _plan.Matrix, rows: int, k: int) -> tuple[_Descriptor, bool]:
-    """The layout of an operand of `rows` by k, and whether it is K-major."""
+    """Return the layout of an operand of `rows` by k, and whether it is K-major."""
     row, col = matrix.strides
     k_major = col == 1 and row >= k
     return (_layout(element, k, rows, row) if k_major else _layout(element, rows, k, col)), k_major
@@ -132,7 +132,7 @@ def _layout(element: int, rows: int, columns: int, pitch: int) -> _Descriptor:
 
 @cache
 def _handle(device: int) -> int | None:
-    """The handle of a device, which must be the current one. It has no state: threads may share it."""
+    """Return the handle of a device, which must be the current one. It has no state, so threads may share it."""
     made = ctypes.c_void_p()
     _check(_library().cublasLtCreate(ctypes.byref(made)))
     return made.value
@@ -140,7 +140,7 @@ def _handle(device: int) -> int | None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The library with which CuPy's cuBLAS is linked: it is loaded, so its name is enough."""
+    """Return the library with which CuPy's cuBLAS is linked. It is loaded already, so its name is enough."""
     major = cuda().runtime.runtimeGetVersion() // 1000
     return ctypes.CDLL(f"cublasLt64_{major}.dll" if sys.platform == "win32" else f"libcublasLt.so.{major}")
 

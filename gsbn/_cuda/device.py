@@ -1,4 +1,4 @@
-"""The current GPU as a call sees it."""
+"""Ask for the current GPU, its context and a stream's state, and make a GPU the current one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import driver
 
 
 def gpu_obstacle() -> str:
-    """Why CuPy cannot be used on a GPU here; empty if it can."""
+    """Return why CuPy cannot be used on a GPU here, or an empty string if it can."""
     try:
         import cupy
 
@@ -31,7 +31,7 @@ def gpu_obstacle() -> str:
 
 @cache
 def cuda() -> Any:
-    """The parts of CuPy that a call uses: to import them in each call would take microseconds."""
+    """Return the parts of CuPy that a call uses. An import of them in each call would take microseconds."""
     try:
         import cupy
     except ImportError as error:
@@ -52,7 +52,7 @@ _OWN = 3  # the least handle of a stream that was created; the default streams a
 
 
 def green_sms(stream: int) -> int | None:
-    """The SMs of a stream of a green context, which a call on it cannot exceed; None for other streams."""
+    """Return how many SMs a stream of a green context has, which a call cannot exceed; None for other streams."""
     return None if stream < _OWN else driver.sms_of_stream(stream)
 
 
@@ -60,9 +60,10 @@ _primary: dict[int, int] = {}  # handles of primary contexts, by device
 
 
 def is_current(device: int) -> bool:
-    """Whether a device's primary context, in which gsbn's kernels are loaded, is this thread's current one.
+    """Return whether a device's primary context, in which gsbn's kernels are loaded, is this thread's current one.
 
-    A thread without a context gets its device's primary one: the runtime would do this, the driver does not.
+    A thread without a context first gets the primary context of its device. The runtime would do this; the driver does
+    not.
     """
     found = cuda()
     context = found.current_context()
@@ -77,7 +78,7 @@ def on_device(device: int, stream_of: Callable[[int], int] | None = None) -> Ite
     """Make a device's primary context current, and restore the previous context at the end.
 
     `stream_of` returns the stream on which the caller will launch. A default stream of a green context is refused: in
-    the primary context the same handle is another stream, without those SMs and without that stream's order.
+    the primary context the same handle means another stream, which has neither the SMs nor the order of the first one.
     """
     if is_current(device):
         yield
@@ -99,15 +100,15 @@ def on_device(device: int, stream_of: Callable[[int], int] | None = None) -> Ite
         found.set_context(before)
 
 
-_lent: deque[tuple[Any, Any]] = deque()  # events, and the arrays that are held until each
+_lent: deque[tuple[Any, Any]] = deque()  # events, and the arrays that are held until each event
 _letting_go = threading.Lock()
 
 
 def hold_until_done(arrays: Any, device: int) -> None:
     """Hold arrays of DLPack producers until CuPy's current stream on the device has finished the work it has now.
 
-    A producer may reuse the memory as soon as nobody holds it. Later calls of this function release what is finished. A
-    captured call holds nothing: the caller must keep what a graph reads.
+    A producer may reuse the memory as soon as nobody holds it. Later calls of this function release the arrays whose
+    work has finished. A captured call holds nothing: the caller must keep the arrays that a graph reads.
     """
     import cupy
 
@@ -118,7 +119,7 @@ def hold_until_done(arrays: Any, device: int) -> None:
         event = cupy.cuda.Event(disable_timing=True)
         event.record(stream)
     _lent.append((event, arrays))
-    done = []  # released after the lock, as that runs a producer's code
+    done = []  # released after the lock, because a release runs a producer's code
     with _letting_go:
         while _lent and _lent[0][0].done:
             done.append(_lent.popleft())

@@ -1,4 +1,4 @@
-"""The CUDA driver's own entry points, for what CuPy does not wrap."""
+"""Call the CUDA driver's own entry points, where CuPy does not wrap them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 @cache
 def driver() -> ctypes.CDLL:
-    """libcuda; OSError if there is none."""
+    """Return libcuda. Raise OSError if there is none."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def check(result: int, doing: str) -> None:
-    """Raise RuntimeError for an error, with the driver's name for it and what was being done."""
+    """Raise RuntimeError for an error. The message has the driver's name for it, and says what was being done."""
     if result != 0:
         text = ctypes.c_char_p()
         driver().cuGetErrorName(result, ctypes.byref(text))
@@ -29,7 +29,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """Allow this thread calls that would invalidate a capture in torch's default mode, by this or another thread."""
+    """Let this thread make calls that would invalidate a capture in torch's default mode, by this or another thread."""
     exchange, mode = driver().cuThreadExchangeStreamCaptureMode, ctypes.c_int(_RELAXED)
     check(exchange(ctypes.byref(mode)), "setting a thread's capture mode")
     try:
@@ -61,14 +61,17 @@ OVERLAPPING = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
 
 @cache
 def launch_kernel_ex() -> Callable[[int, int, int, None], int]:
-    """cuLaunchKernelEx(the address of a LaunchConfig, the function, the address of its parameters' addresses, None)."""
+    """Return cuLaunchKernelEx.
+
+    Its arguments are the address of a LaunchConfig, the function, the address of its parameters' addresses, and None.
+    """
     function = driver().cuLaunchKernelEx
     function.argtypes = (ctypes.c_void_p,) * 4
     return function
 
 
 def resident_clusters(function: int, threads: int, cluster: int, shared: int) -> int:
-    """How many clusters of `cluster` CTAs of a kernel are resident in the current context at once."""
+    """Return how many clusters of `cluster` CTAs of a kernel can be resident in the current context at once."""
     found, size = ctypes.c_int(), _LaunchAttribute(_CLUSTER_DIMENSION, (cluster, 1, 1))
     config = LaunchConfig(cluster, 1, 1, threads, 1, 1, shared, attributes=ctypes.addressof(size), count=1)
     result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), ctypes.c_void_p(function), ctypes.byref(config))
@@ -85,7 +88,10 @@ _SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 
 @cache
 def _green_context_of() -> Callable[[int, int], int] | None:
-    """cuStreamGetGreenCtx(stream, the address for its green context's handle); None if the driver lacks it."""
+    """Return cuStreamGetGreenCtx, or None if the driver lacks it.
+
+    Its arguments are a stream, and the address to which it writes the handle of the stream's green context.
+    """
     function: Any = getattr(driver(), "cuStreamGetGreenCtx", None)
     if function is not None:
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
@@ -96,9 +102,10 @@ _handles: list[tuple[Any, int]] = []  # free variables for a handle, and their a
 
 
 def sms_of_stream(stream: int) -> int | None:
-    """The SMs of a stream's green context; None if it has none. A default stream is the current context's.
+    """Return how many SMs a stream's green context has, or None if the stream has no green context.
 
-    The driver is asked each time: a new stream may have the handle of one that was destroyed.
+    A default stream belongs to the current context. The driver is asked each time, because a new stream may have the
+    handle of a stream that was destroyed.
     """
     ask = _green_context_of()
     if ask is None:

@@ -1,4 +1,4 @@
-"""Compile, cache and launch the kernels; the only user of CuPy's raw modules and of NVRTC."""
+"""Compile, cache and launch the kernels. Only this file uses CuPy's raw modules and NVRTC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .driver import OVERLAPPING, LaunchConfig, check, launch_kernel_ex, resident
 
 @cache
 def digest() -> str:
-    """A digest of all files in kernels/, also headers: part of a compiled kernel's key."""
+    """Return a digest of all files in kernels/, headers too. It is part of a compiled kernel's key."""
     import hashlib  # takes 10 ms, so not at `import gsbn`
 
     hasher = hashlib.sha256()
@@ -33,21 +33,24 @@ def digest() -> str:
 
 
 def all_kernels(arch: str | None = None, activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
-    """All variants that a plan can launch without an activation and with these, or those for one architecture."""
+    """Yield all variants that a plan can launch without an activation and with these activations.
+
+    With `arch`, yield only the variants for this architecture.
+    """
     yield from (kernel for kernel in _plan.every_kernel(activations) if arch is None or kernel.arch in (None, arch))
 
 
 def usable(capability: tuple[int, int], activations: Collection[Any]) -> Iterator[Kernel]:
-    """The variants that a GPU of this compute capability can run."""
+    """Return the variants that a GPU of this compute capability can run."""
     from cupy.cuda import nvrtc
 
     sm90a = capability == (9, 0) and nvrtc.getVersion() >= _SM90A_NVRTC
     return all_kernels(ARCH if sm90a else "any other", activations)
 
 
-_SM90A_NVRTC = (12, 9)  # older ones serialise wgmma
+_SM90A_NVRTC = (12, 9)  # older versions serialise wgmma
 _MAX_DYNAMIC_SHARED_SIZE_BYTES, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14  # CU_FUNC_ATTRIBUTE_...
-_locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # by file, or module: others compile meanwhile
+_locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # one per file or module, so others can compile
 
 
 def _options(kernel: Kernel) -> tuple[str, ...]:
@@ -59,7 +62,7 @@ def _options(kernel: Kernel) -> tuple[str, ...]:
 
 
 def _compile(kernel: Kernel, arch: str, *more: str) -> bytes:
-    """A variant's cubin by NVRTC, or its PTX if arch begins with compute_; needs no GPU."""
+    """Compile a variant by NVRTC. Return its cubin, or its PTX if arch begins with compute_. This needs no GPU."""
     from cuda.pathfinder import find_nvidia_header_directory
     from cupy.cuda import nvrtc
 
@@ -76,17 +79,19 @@ def _compile(kernel: Kernel, arch: str, *more: str) -> bytes:
 
 
 def compiled(kernel: Kernel, capability: tuple[int, int]) -> Path:
-    """The file of a variant's machine code for a GPU of this compute capability, compiled if it does not exist.
+    """Return the file of a variant's machine code for a GPU of this compute capability.
 
-    It is in CuPy's folder for compiled kernels (the environment variable CUPY_CACHE_DIR, by default
-    ~/.cupy/kernel_cache); if that is not writable the file does not exist. For a GPU that NVRTC does not know it is
-    PTX, which the driver compiles.
+    The variant is compiled if the file does not exist.
+
+    The file is in CuPy's folder for compiled kernels (the environment variable CUPY_CACHE_DIR, by default
+    ~/.cupy/kernel_cache). If this folder is not writable, the file does not exist. For a GPU that NVRTC does not know,
+    the file has PTX, which the driver compiles.
     """
     return _find(kernel, capability)[0]
 
 
 def _find(kernel: Kernel, capability: tuple[int, int]) -> tuple[Path, bytes]:
-    """The file of `compiled`, and the machine code."""
+    """Return the file of `compiled`, and the machine code."""
     import hashlib
 
     from cupy.cuda import nvrtc
@@ -110,7 +115,7 @@ def _cache_folder() -> Path:
 
 
 def _read(file: Path) -> bytes | None:
-    """The code in a file, which its checksum follows; None if the file does not exist or is damaged."""
+    """Return the code in a file, before its checksum, or None if the file does not exist or is damaged."""
     import hashlib
 
     try:
@@ -122,7 +127,10 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, code: bytes) -> None:
-    """Write a file whole or not at all, also if other processes do; not at all if the folder is read-only or full."""
+    """Write a file whole or not at all, even if other processes write it, too.
+
+    If the folder is read-only or full, nothing is written.
+    """
     import hashlib
     import tempfile
 
@@ -140,7 +148,7 @@ def _write(file: Path, code: bytes) -> None:
 
 @cache
 def gpu(device: int) -> _plan.Device:
-    """What a plan depends on of the GPU with this number."""
+    """Return those properties of the GPU with this number that a plan depends on."""
     import cupy
 
     handle = cupy.cuda.Device(device)
@@ -167,12 +175,12 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 class Launcher:
-    """A kernel on a device: ``launch(grid, block, values, words, stream)``, ints and tuples of ints.
+    """A kernel on a device, called as ``launch(grid, block, values, words, stream)`` with ints and tuples of ints.
 
-    `values` are the addresses of the parameters that are passed by value, which come first; 64-bit `words` follow. It
-    calls the driver directly, as CuPy's launcher would build an object for every argument. With `overlapping` a kernel
-    that is not cooperative may begin before the one ahead of it in the stream has ended; it waits for that one itself
-    (await_kernel_ahead in kernels/common/common.cuh).
+    `values` are the addresses of the parameters that are passed by value. They come first, and 64-bit `words` follow. A
+    launch calls the driver directly, because CuPy's launcher would build an object for every argument. With
+    `overlapping`, a kernel that is not cooperative may begin before the kernel ahead of it in the stream has ended; it
+    waits for that kernel itself (await_kernel_ahead in kernels/common/common.cuh).
     """
 
     def __init__(self, function: Any, shared: int = 0, cooperative: bool = False, overlapping: bool = False) -> None:
@@ -188,7 +196,7 @@ class Launcher:
 
     def __call__(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
         try:
-            parameters = self._free.pop()  # safe with threads and signals: this launch owns it until it appends it
+            parameters = self._free.pop()  # safe with threads and signals: this launch owns it until it is appended
         except IndexError:
             parameters = _Parameters(len(values), len(words))
         parameters.pack(parameters.memory, 0, *words, *values)
@@ -204,8 +212,10 @@ class Launcher:
 
 
 class _Parameters:
-    """What the driver reads, packed in one call: the words, then an address for each value and each word; and the
-    LaunchConfig of an overlapping launch."""
+    """The memory that the driver reads at a launch, packed in one call.
+
+    It has the words, then an address for each value and each word, and the LaunchConfig of an overlapping launch.
+    """
 
     def __init__(self, values: int, words: int) -> None:
         self.memory = (ctypes.c_uint64 * (2 * words + values))()
@@ -220,7 +230,10 @@ class _Parameters:
 
 @cache
 def _overlaps(device: int) -> bool:
-    """Whether a launch may begin before the kernel ahead has ended (await_kernel_ahead); graphs: from CUDA 12.3."""
+    """Return whether a launch may begin before the kernel ahead has ended (await_kernel_ahead).
+
+    Graphs support this from CUDA 12.3 on.
+    """
     from cupy.cuda import runtime
 
     return _capability(device) >= (9, 0) and runtime.driverGetVersion() >= 12030
@@ -238,10 +251,11 @@ def launcher(
     cooperative: bool = False,
     limited: bool = False,
 ) -> Launcher:
-    """The launcher of a kernel, compiled if necessary, on a device, which must be the current one.
+    """Return the launcher of a kernel on a device, which must be the current one. Compile the kernel if necessary.
 
-    `words` are the names of the parameters that the caller will pass, in order: TypeError if the source declares
-    others. Launches of a `limited` call do not overlap with the kernel ahead: together they would occupy more SMs.
+    `words` are the names of the parameters that the caller will pass, in order. Raises TypeError if the source declares
+    others. Launches of a `limited` call do not overlap with the kernel ahead, because both together would occupy more
+    SMs.
     """
     if words is not None and words != parameters(kernel)[1]:
         raise TypeError(f"{kernel.name} takes {parameters(kernel)[1]}, not {words}")
@@ -266,7 +280,10 @@ def launcher(
 
 
 def compile_all(arch: str, kernels: Collection[Kernel], *more: str) -> dict[Kernel, bytes]:
-    """The cubins of these variants for an architecture such as "sm_90a"; needs no GPU. `more`: NVRTC's options."""
+    """Return the cubins of these variants for an architecture such as "sm_90a". This needs no GPU.
+
+    `more` are further options of NVRTC.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     variants = {(kernel.file, kernel.defines): kernel for kernel in kernels}  # a cubin may hold several kernels

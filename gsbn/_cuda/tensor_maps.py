@@ -1,4 +1,4 @@
-"""Tensor maps, which describe matrices to Hopper's TMA: encoded by the driver, and cached by what they encode."""
+"""Make tensor maps, which describe matrices to Hopper's TMA. The driver encodes them, and a cache keeps them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def tensor_map(
     box_limbs: int = 0,
     samples: int = 0,
 ) -> tuple[Any, int]:
-    """The tensor map of a row-major (rows, cols) matrix with a pitch in bytes: its owner and its address.
+    """Return the tensor map of a row-major (rows, cols) matrix with a pitch in bytes: its owner and its address.
 
-    A box is (box_rows, box_cols), where box_cols are 128 bytes, with a swizzle of 128 bytes; outside of the matrix it
-    reads zeros and writes nothing. "tf32" rounds float32 to nearest as it loads. With `box_limbs` rows are those of
-    limbs (split_limbs.cu): pieces of 128 bytes are a third dimension, and a box takes `box_limbs` of them. With
-    `samples` so many such matrices lie behind each other, and are a third dimension; a box lies in one. Pointer and
-    pitch are multiples of 16 bytes. The cache's key is all that a map encodes, and addresses are unique across devices,
-    so a map never becomes invalid.
+    A box is (box_rows, box_cols), where box_cols are 128 bytes, with a swizzle of 128 bytes. Outside of the matrix a
+    box reads zeros and writes nothing. With "tf32" a load rounds float32 to nearest. With `box_limbs` the rows are rows
+    of limbs (split_limbs.cu): their pieces of 128 bytes are a third dimension, and a box takes `box_limbs` pieces. With
+    `samples`, that many such matrices lie one after another and are a third dimension; a box lies in one matrix.
+    Pointer and pitch are multiples of 16 bytes. The cache's key has everything that a map encodes, and addresses are
+    unique across devices, so a map never becomes invalid.
     """
     depth, below, box = (samples, rows * pitch, 1) if samples else (-(-cols // box_cols) * 2, 128, box_limbs)
     owner = ctypes.create_string_buffer(128 + 63)
@@ -56,8 +56,10 @@ def tensor_map(
 
 
 class Matrices:
-    """The arguments of `tensor_map` after the pointer, for each matrix of a call. As a key it is compared by identity,
-    which is faster."""
+    """The arguments of `tensor_map` after the pointer, for each matrix of a call.
+
+    As the key of a cache, this object is compared by identity, which is faster.
+    """
 
     def __init__(self, arguments: list[tuple[Any, ...]]) -> None:
         self.arguments = arguments
@@ -65,6 +67,6 @@ class Matrices:
 
 @lru_cache(maxsize=4096)
 def tensor_maps(matrices: Matrices, *pointers: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The tensor maps of matrices at these pointers: their owners and addresses."""
+    """Return the tensor maps of matrices at these pointers: their owners and addresses."""
     maps = [tensor_map(at, *rest) for at, rest in zip(pointers, matrices.arguments, strict=True)]
     return tuple(owner for owner, _ in maps), tuple(at for _, at in maps)

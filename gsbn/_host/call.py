@@ -1,4 +1,4 @@
-"""A program that is ready to run: a call only fills in the addresses."""
+"""Make a program ready to run, so that a call only fills in the addresses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .._plan.problem import VECTORS, Matmul, Matrix
 from .._plan.products import sm90_gemm
 from .._plan.program import ABSENT, Builder, Gather, Gemm, Launch, Program, nbytes_of, place_of
 
-_MAX_CALLS = 1024  # in a cache
+_MAX_CALLS = 1024  # the most calls in a cache
 log = logging.getLogger("gsbn")
 
 
 class Description(NamedTuple):
-    """How a call is computed.
+    """A description of how a call is computed.
 
     Attributes
     ----------
@@ -30,7 +30,8 @@ class Description(NamedTuple):
     why : str
         Why this path was chosen.
     kernels : tuple of str
-        The kernels in the order of their launches, by the names that a profiler shows; "cuBLAS" stands for its kernels.
+        The kernels in the order of their launches, by the names that a profiler shows; "cuBLAS" stands for the kernels
+        of cuBLAS.
     scratch : int
         Bytes that are allocated in addition to the results.
     """
@@ -46,10 +47,10 @@ class Description(NamedTuple):
 
 
 class Call:
-    """A program for arrays of the same shapes, strides and dtypes; each run has its own addresses.
+    """A program that is ready for arrays of the same shapes, strides and dtypes; each run has its own addresses.
 
-    Names of memory become positions in one list of addresses: the arguments, 0 for ABSENT, the arrays that the call
-    allocates, the workspace, then places in these. `like` tells the library where to allocate.
+    Each name of memory becomes a position in one list of addresses. The list has the arguments, 0 for ABSENT, the
+    arrays that the call allocates, the workspace, and then places in these. `like` tells the library where to allocate.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class Call:
         dtypes = [None if array.dtype == kind.dtype(like) else array.dtype for array in program.arrays]  # None: like's
         self._makers = [kind.maker(a.shape, like, dtype) for a, dtype in zip(program.arrays, dtypes, strict=True)]
         self._places: list[tuple[int, int]] = []  # the position of memory, and an offset in bytes
-        self._records: list[Any] = []  # kept alive: launches hold their addresses
-        # of each step: a function, its constant arguments, and what picks its addresses from the list
+        self._records: list[Any] = []  # kept alive, because launches hold their addresses
+        # each step has a function, its constant arguments, and a function that picks its addresses from the list
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []
         names: list[str] = []
         lent = program.lent
@@ -105,7 +106,7 @@ class Call:
         return act, (), _all
 
     def _of(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
-        """A function that picks the addresses of this memory."""
+        """Return a function that picks the addresses of these names from the list."""
         for name in names:
             if name not in self._positions and (found := place_of(name)) is not None:
                 memory, offset = found
@@ -117,11 +118,13 @@ class Call:
         return itemgetter(*(self._positions[name] for name in names))
 
     def run(self, like: Any, pointers: list[int], stream: int, capturing: bool, prepared: Any = None) -> list[Any]:
-        """Allocate and launch; returns the arrays that were allocated. The other addresses are appended to `pointers`,
-        those of the arguments."""
+        """Allocate memory and launch the steps. Return the arrays that were allocated.
+
+        `pointers` has the addresses of the arguments; the other addresses are appended to it.
+        """
         kind, addresses, made = self._kind, pointers, []
         addresses.append(0)
-        for make in self._makers:  # loops, since a comprehension would add a function call
+        for make in self._makers:  # a loop, since a comprehension would add a function call
             array = make()
             made.append(array)
             addresses.append(kind.pointer(array))
@@ -137,7 +140,10 @@ class Call:
 
 
 def bare_gemm(p: Matmul, one: OneLaunch, device: int) -> Callable[[tuple[int, int, int], int], None]:
-    """A function that launches forward_sm90's GEMM alone, with the addresses of a, b and c, on a stream."""
+    """Return a function that launches forward_sm90's GEMM alone.
+
+    The function takes the addresses of a, b and c, and a stream.
+    """
     build = Builder(p.device)
     sm90_gemm(build, p, one, ("a", "b", "c"))
     call = Call(None, device, ("a", "b", "c"), build.program("sm90", ""), None)
@@ -157,18 +163,18 @@ def _no_gather(*_: Any) -> None:
 
 
 def matrix_of(view: Any) -> Matrix:
-    """The layout of a matrix, for the planner."""
+    """Return the layout of a matrix, for the planner."""
     strides = tuple(stride // view.itemsize for stride in view.strides)
     return Matrix.of(view.shape, strides, view.pointer % 16 == 0)
 
 
 def vector_codes(views: dict[str, Any]) -> dict[str, int]:
-    """Each vector's code for the kernels."""
+    """Return the code of each vector for the kernels."""
     return {name: vector_code(views[name]) for name in VECTORS}
 
 
 def vector_code(view: Any) -> int:
-    """8 times the stride of a vector (0 for one element) plus its KIND_; 0 if it is not given."""
+    """Return 8 times the stride of a vector (0 for one element) plus its KIND_, or 0 if the vector is not given."""
     if view is None:
         return 0
     stride: int = view.strides[0] // view.itemsize if math.prod(view.shape) > 1 else 0

@@ -1,7 +1,7 @@
-"""The path from a caller's arrays to the launches, which all operations share.
+"""Run an operation, from the caller's arrays to the launches. All operations share this path.
 
-An operation contributes its arguments, its checks and its program. The first call with arrays of some shapes, strides
-and dtypes is checked and planned; later ones find it by a key, and only their addresses are new.
+An operation contributes its arguments, its checks and its program. The first call with arrays of certain shapes,
+strides and dtypes is checked and planned. Later calls find its plan by a key, and only their addresses are new.
 """
 
 from __future__ import annotations
@@ -32,24 +32,29 @@ Views = dict[str, View | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """What an operation contributes. Its `options` are hashable; `context` is what a call takes in addition to arrays:
-    a prepared weight, or what a forward saved."""
+    """The parts that an operation contributes.
+
+    The `options` of a call are hashable. `context` is what a call takes in addition to arrays: a prepared weight, or
+    what a forward saved.
+    """
 
     name: str
     arguments: tuple[str, ...]
     required: tuple[str, ...]  # arguments, among the first `foreign`, that must be arrays
     foreign: int  # the first `foreign` arguments may come from any DLPack producer
     check: Callable[[Kind, Arrays, Any, frozenset[str], Any], Views]  # raises an error if anything is wrong
-    # from views, options, device, limits, ranks, and whether there are extra arguments; None if nothing is launched
+    # makes the program from views, options, device, limits, ranks, and whether there are extra arguments; returns None
+    # if nothing is launched
     program: Callable[[Views, Any, Device, Limits, Ranks | None, bool], Program | None]
-    # the caller's result, from what was found (None if nothing was launched) and the arrays that the call allocated
+    # makes the caller's result from what `run` found (None if nothing was launched) and the arrays that the call
+    # allocated
     result: Callable[[Kind, Arrays, Any, Checked | None, list[Any]], Any]
     on_cpu: Callable[[Kind, Arrays, Any, frozenset[str], Any], Any]
-    # positions of the arguments for which the program depends on a start on 16 bytes
+    # positions of the arguments for which the program depends on whether the address is a multiple of 16 bytes
     aligned: tuple[int, int, int] = (0, 0, 0)
-    # picks the options whose type is a part of the key: True == 1 == 1.0
+    # picks the options whose type is a part of the key, because True == 1 == 1.0
     numeric: Callable[[Options], Options] | None = None
-    # `Checked.returns`, which `result` reads after each call
+    # makes `Checked.returns`, which `result` reads after each call
     returns: Callable[[Program, Views, Any], Any] = lambda program, views, options: None
     within: Callable[[Any, int], Any] = lambda options, held: options  # limits a call to so many SMs
     written: Callable[[Views, Any], tuple[str, ...]] = lambda views, options: ()
@@ -58,7 +63,7 @@ class Operation:
 
 
 class Checked:
-    """Arguments that were checked, except for their addresses, and what must hold for the addresses."""
+    """Arguments that were checked, except for their addresses, and the conditions on the addresses."""
 
     def __init__(self, operation: Operation, views: Views, options: Any) -> None:
         self.written = [operation.arguments.index(name) for name in operation.written(views, options)]
@@ -73,15 +78,18 @@ class Checked:
         self.returns: Any = None  # the result of `Operation.returns`
 
     def returned(self, made: list[Any]) -> list[Any]:
-        """Of the arrays that a call made those at the places in `returns`; None for a place that is None."""
+        """Return the arrays in `made` at the places in `returns`; a place that is None gives None."""
         return [None if place is None else made[place] for place in self.returns]
 
     def may_overlap(self, pointers: list[int]) -> bool:
-        """Whether the span of a written array overlaps another's. The full check then decides if that is an error."""
+        """Return whether the span of a written array overlaps another span.
+
+        If so, the full check decides whether this is an error.
+        """
         where = tuple(pointers)
         if not self.written or not where or where in self._apart:
             return False
-        end = end_of_written = 0  # of the spans so far
+        end = end_of_written = 0  # the ends of the spans so far
         for start, stop, writes in sorted([(where[i] + low, where[i] + high, w) for i, low, high, w in self._spans]):
             if start < (end if writes else end_of_written):
                 return True
@@ -107,7 +115,10 @@ def call(
     context: Any = None,
     own: tuple[str, ...] = (),
 ) -> Any:
-    """Run an operation on its arrays; those named in `own` do not come from a DLPack producer."""
+    """Run an operation on its arrays, and return its result.
+
+    The arrays that `own` names do not come from a DLPack producer.
+    """
     kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
     if kind.on_gpu:
         found, made = run(operation, kind, arrays, options, group, limits, context, read_only)
@@ -128,7 +139,7 @@ def describe(
     context: Any = None,
     own: tuple[str, ...] = (),
 ) -> Description:
-    """How `call` would compute it. The call is checked and prepared, but not run."""
+    """Return how `call` would compute the result. The call is checked and prepared, but not run."""
     kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
     views = operation.check(kind, arrays, options, read_only, context)
     if not kind.on_gpu:
@@ -145,8 +156,10 @@ def describe(
 
 
 def _admit(operation: Operation, arrays: Arrays, own: tuple[str, ...]) -> tuple[Kind, Arrays, frozenset[str], bool]:
-    """The arrays' kind, the arrays, which of them are read-only, and whether they were imported: they are if the first
-    is not of a known kind."""
+    """Return the arrays' kind, the arrays, the names of the read-only ones, and whether the arrays were imported.
+
+    They are imported if the first one is not of a known kind.
+    """
     kind = kind_of(arrays[0])
     if kind is not None:
         return kind, arrays, _NONE, False
@@ -156,7 +169,7 @@ def _admit(operation: Operation, arrays: Arrays, own: tuple[str, ...]) -> tuple[
 
 
 def _extra(operation: Operation, context: Any) -> tuple[int, ...]:
-    """The addresses of the operation's extra arguments, if it has any."""
+    """Return the addresses of the operation's extra arguments, if it has any."""
     limbs = context.limbs if operation.extra and context is not None else None
     return () if limbs is None else tuple(limbs[1:])
 
@@ -164,7 +177,7 @@ def _extra(operation: Operation, context: Any) -> tuple[int, ...]:
 def checked(
     operation: Operation, kind: Kind, arrays: Arrays, options: Any, read_only: frozenset[str] = frozenset()
 ) -> Checked:
-    """On the CPU: the checked arguments, from this call or an earlier one."""
+    """Return the checked arguments of a call on the CPU, from this call or an earlier one."""
     found, key, pointers = _find(operation, kind, arrays, options, read_only, False, None)
     if found is None:
         found = Checked(operation, operation.check(kind, arrays, options, read_only, None), options)
@@ -184,9 +197,9 @@ def run(
     context: Any = None,
     read_only: frozenset[str] = frozenset(),
 ) -> tuple[Checked | None, list[Any]]:
-    """On a GPU: run the operation's program. Returns what was found and the arrays that the call allocated.
+    """Run the operation's program on a GPU. Return its checked arguments and the arrays that the call allocated.
 
-    The first array must not be None. Found is None if there is nothing to launch.
+    The first array must not be None. The checked arguments are None if there is nothing to launch.
     """
     device = kind.device(arrays[0])
     if not is_current(device):
@@ -235,7 +248,10 @@ def run(
 def _find(
     operation: Operation, kind: Kind, arrays: Arrays, options: Any, read_only: frozenset[str], extra: bool, within: Any
 ) -> tuple[Checked | None, Any, list[int]]:
-    """What was prepared for such arguments, its key and the addresses; (None, None, []) if something is wrong."""
+    """Return what was prepared for such arguments, its key, and the addresses.
+
+    Return (None, None, []) if something is wrong.
+    """
     try:
         alike, pointers = kind.read(arrays)
         types = tuple(map(type, operation.numeric(options))) if operation.numeric is not None else None
@@ -253,7 +269,7 @@ def _prepare(
     operation: Operation, kind: Kind, arrays: Arrays, views: Views, options: Any, device: int, extra: bool,
     limits: Limits, group: Group | None, exchange: Any,
 ) -> Call | None:  # fmt: skip
-    """Plan a call and make it ready to run; compiles its kernels."""
+    """Plan a call, compile its kernels and make it ready to run. Return None if there is nothing to launch."""
     ranks = None
     if group is not None:
         ranks = Ranks() if exchange is None else Ranks(exchange.waits, exchange.size, exchange.features)

@@ -1,4 +1,4 @@
-"""Exchange numbers between the GPUs of a group's ranks: through peer memory if possible, else through NCCL."""
+"""Exchange numbers between the GPUs of a group's ranks, through peer memory if possible, else through NCCL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .group import Group
 _MAILBOX = 128 << 20  # bytes for all slots and ranks: enough for 131,000 features with 8 ranks
 _FEATURES = 1 << 16, 1 << 20  # least and most features; above 16 ranks a mailbox grows by 8 MiB per rank
 _LETTER = 16
-_NUMBERS = 4  # of each feature, at most: the sums of a backward in 16 bits
+_NUMBERS = 4  # the most numbers of a feature: the sums of a backward in 16 bits
 _LONGEST = 1e9  # seconds; in nanoseconds it fits into 64 bits
 _INFO = struct.Struct("16s 16s q q ? 64s")  # host, process, mailbox, device, has an IPC handle, IPC handle
 _NCCL_FLOAT64 = 8
@@ -38,20 +38,20 @@ _ERRORS = {
 
 
 def signature(what: str) -> int:
-    """A hash of a call that is exact in float64."""
+    """Return a hash of a call that is exact in float64."""
     import hashlib  # not needed at `import gsbn`
 
     return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "little")
 
 
 def features_of(ranks: int) -> int:
-    """The number of features that fit into a mailbox."""
+    """Return the number of features that fit into a mailbox."""
     least, most = _FEATURES
     return min(max((_MAILBOX // (2 * ranks * _LETTER) - 2) // _NUMBERS, least), most)
 
 
 def exchange_of(group: Group, device: int, capturing: bool) -> Exchange:
-    """The exchange of a group. The first call on a GPU makes it: this is collective, and waits for all ranks."""
+    """Return the exchange of a group. The first call on a GPU makes it; this is collective, and waits for all ranks."""
     found = group.on_device
     if found is None:
         if capturing:
@@ -64,7 +64,7 @@ def exchange_of(group: Group, device: int, capturing: bool) -> Exchange:
 
 
 class Exchange:
-    """The state of a group on its GPU; `address` is that of struct Ranks (kernels/common/ranks.cuh).
+    """The state of a group on its GPU; `address` is the address of struct Ranks (kernels/common/ranks.cuh).
 
     `waits` is True if gsbn's kernels wait for letters in peer memory; else `gather` runs between two kernels.
     """
@@ -94,17 +94,17 @@ class Exchange:
         counts = 0, 0, 0  # call, leaving, broken
         self._ranks = cuda().cupy.asarray(np.array([*given, *counts, *(boxes or ())], np.uint64))
         self.address: int = self._ranks.data.ptr
-        self._event = cuda().cupy.cuda.Event(disable_timing=True)  # after the last call
+        self._event = cuda().cupy.cuda.Event(disable_timing=True)  # recorded after the last call
         self._stream: int | None = None
         self._watch = None if self.waits else _Watch(group.timeout, self._comm)
         cuda().cupy.cuda.get_current_stream().synchronize()  # so that calls on other streams see these copies
         group.at_close(self._close)
 
     def _open(self, nbytes: int) -> list[int] | None:
-        """The addresses of all ranks' mailboxes; None if this GPU cannot access one of them. Collective."""
+        """Return the addresses of all ranks' mailboxes, or None if this GPU cannot access one of them. Collective."""
         group, runtime = self._group, cuda().runtime
         stream = cuda().cupy.cuda.Stream(non_blocking=True)
-        runtime.memsetAsync(self._mailbox, 0, nbytes, stream.ptr)  # calls count from 1
+        runtime.memsetAsync(self._mailbox, 0, nbytes, stream.ptr)  # calls are counted from 1
         stream.synchronize()
         try:
             handle, offered = runtime.ipcGetMemHandle(self._mailbox), True
@@ -155,12 +155,12 @@ class Exchange:
     # ---- a call
 
     def begin(self, stream: int, capturing: bool) -> None:
-        """Before a call's launches: make the stream wait for the previous call, if that was on another stream."""
+        """Prepare for a call's launches: make the stream wait for the previous call, if that was on another stream."""
         if self._stream not in (None, stream) and not capturing:
             cuda().runtime.streamWaitEvent(stream, self._event.ptr)
 
     def end(self, stream: int, capturing: bool) -> None:
-        """After a call's launches."""
+        """Record the end of a call, after its launches."""
         if not capturing:
             cuda().runtime.eventRecord(self._event.ptr, stream)
             self._stream = stream
@@ -173,7 +173,7 @@ class Exchange:
         self._comm.allGather(posted, gathered, count, _NCCL_FLOAT64, stream)
 
     def obstacle(self) -> str:
-        """The error of a call so far; empty if there is none."""
+        """Return the error of a call so far, or an empty string if there is none."""
         status = ctypes.c_longlong.from_address(self._status.ptr).value
         if self._watch is not None and self._watch.late:
             status = _TIMEOUT  # after an aborted NCCL call any other status may follow from it
@@ -187,13 +187,16 @@ class Exchange:
         self._mapped = []
 
     def _free(self) -> None:
-        """Free the mailbox; no other process may have it mapped any more."""
+        """Free the mailbox. No other process may still have it mapped."""
         if self._mailbox:
             cuda().runtime.free(self._mailbox)
         self._mailbox = 0
 
     def _close(self, together: bool) -> None:
-        """`together`: all ranks close now. Else others may still write to the mailbox, so it is not freed."""
+        """Free what the exchange holds. `together` says whether all ranks close now.
+
+        If they do not, other ranks may still write to the mailbox, so it is not freed.
+        """
         if self._watch is not None:
             self._watch.end()
         with on_device(self.device):
@@ -211,12 +214,12 @@ class Exchange:
 
 
 class _Watch:
-    """A thread that aborts NCCL if a call does not end: NCCL itself would wait for ever."""
+    """A thread that aborts NCCL if a call does not end. NCCL itself would wait for ever."""
 
     def __init__(self, timeout: float, comm: Any) -> None:
         self._timeout, self._comm, self.late = timeout, comm, False
         self._calls: deque[tuple[float, Any]] = deque()
-        # Events to use again: destroying an event blocks while another thread waits for the GPU.
+        # These events are used again, because destroying an event blocks while another thread waits for the GPU.
         self._events: deque[Any] = deque()
         self._ended = threading.Event()
         self._device = cuda().runtime.getDevice()
@@ -232,7 +235,7 @@ class _Watch:
 
     def _run(self) -> None:
         cuda().runtime.setDevice(self._device)
-        with beside_captures():  # it queries events
+        with beside_captures():  # this thread queries events
             while not self._ended.wait(min(1.0, self._timeout / 4)):
                 while self._calls and self._calls[0][1].done:
                     self._events.append(self._calls.popleft()[1])
@@ -243,7 +246,7 @@ class _Watch:
 
 
 def _host() -> bytes:
-    """A hash of the host: processes of the same host may open each other's memory."""
+    """Return a hash of the host. Processes of the same host may open each other's memory."""
     import hashlib  # as above
 
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -255,7 +258,10 @@ _TOKEN = os.urandom(8)
 
 
 def _process() -> bytes:
-    """Unique to this process. The process id is not unique across containers; the token is not across a fork."""
+    """Return bytes that are unique to this process.
+
+    The process id is not unique across containers, and the token is not unique across a fork.
+    """
     return _TOKEN + os.getpid().to_bytes(8, "little")
 
 

@@ -1,4 +1,4 @@
-"""Groups of ranks that share a batch, and the exchange of their numbers on the host."""
+"""Define groups of ranks that share a batch, and exchange the ranks' numbers on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from .._values import flag, shown, timeout_seconds
 
 _NCCL_UINT8 = 1
-_HEADER = 256  # bytes: the call of a rank, as text for error messages
+_HEADER = 256  # bytes; a header has the call of a rank, as text for error messages
 
 
 class Engine(Protocol):
@@ -26,15 +26,18 @@ class Engine(Protocol):
     on_host: bool  # whether it can send host memory without a GPU
 
     def gather(self, data: bytes, timeout: float) -> list[bytes]:
-        """The bytes of every rank, of equal length, in rank order; RuntimeError or TimeoutError after the timeout."""
+        """Return the bytes of every rank in rank order; all ranks must pass equally many bytes.
+
+        Raises RuntimeError or TimeoutError after the timeout.
+        """
         ...
 
     def close(self) -> None:
-        return  # most engines make nothing that they would have to free
+        return  # most engines have nothing to free
 
 
 class Group:
-    """Ranks that share a batch, each a process or a thread. `gsbn.group` makes one; see there.
+    """Ranks that share a batch. Each rank is a process or a thread. See `gsbn.group`, which makes a group.
 
     Attributes
     ----------
@@ -52,7 +55,7 @@ class Group:
     def __init__(self, engine: Engine, timeout: float, peer_memory: bool) -> None:
         self._engine, self.timeout, self.peer_memory = engine, timeout, peer_memory
         self.rank, self.size = engine.rank, engine.size
-        self._name, self._calls = "", 0  # the same on all ranks, unique for each group
+        self._name, self._calls = "", 0  # the name is the same on all ranks, and unique for each group
         self._obstacle = ""  # why the group cannot be used any more
         self.on_device: Any = None  # the Exchange, made by the first call on a GPU
         self._closers: list[Callable[[bool], None]] = []
@@ -65,7 +68,8 @@ class Group:
     def check(self) -> None:
         """Raise RuntimeError if the group is closed, a rank is missing, or the ranks make different calls.
 
-        Every call with the group starts with this check. The replay of a CUDA graph does not: check after it has ended.
+        Every call with the group starts with this check. The replay of a CUDA graph does not: call `check` after the
+        replay has ended.
         """
         if not self._obstacle and self.on_device is not None:
             self._obstacle = self.on_device.obstacle()
@@ -86,7 +90,7 @@ class Group:
         self._name = self.gather_bytes(os.urandom(4))[0].hex()
 
     def gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
-        """The bytes of every rank, of equal length."""
+        """Return the bytes of every rank in rank order; all ranks must pass equally many bytes."""
         self.check()
         try:
             return self._engine.gather(data, self.timeout if timeout is None else timeout)
@@ -98,7 +102,7 @@ class Group:
             raise RuntimeError(f"group: {self._obstacle}") from error
 
     def gather(self, call: str, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The numbers of every rank, float64 (size, numbers) in rank order, on the host.
+        """Return the numbers of every rank on the host, as float64 of shape (size, numbers) in rank order.
 
         Raises RuntimeError unless all ranks make the same `call`.
         """
@@ -110,7 +114,10 @@ class Group:
         return np.stack([np.frombuffer(row) for row in rows])
 
     def agree(self, call: str) -> None:
-        """Raise RuntimeError unless all ranks make the same call. Pads it: engines need bytes of equal length."""
+        """Raise RuntimeError unless all ranks make the same call.
+
+        The text of the call is padded, because engines need bytes of equal length.
+        """
         header = call.encode()[:_HEADER].ljust(_HEADER)
         for rank, other in enumerate(self.gather_bytes(header)):
             if other != header:
@@ -123,23 +130,25 @@ class Group:
         self._closers.append(closer)
 
     def close(self) -> None:
-        """Free the memory of the group. Collective, after its last call. Does not close the communicator.
+        """Free the memory of the group. The communicator stays open.
+
+        This is collective: every rank calls it after its last call with the group.
 
         Raises
         ------
         RuntimeError
-            The last calls of the group have failed: their results are wrong.
+            The last calls with the group have failed, and their results are wrong.
         """
         failed = self._close(together=not self._obstacle)
         if failed:
             raise RuntimeError(f"group: {failed}; what its last calls gave is worthless")
 
     def leave(self) -> None:
-        """`close` on this rank alone; memory that other ranks may still write to is not freed."""
+        """Close the group on this rank alone. Memory that other ranks may still write to is not freed."""
         self._close(together=False)
 
     def _close(self, together: bool) -> str:
-        """Close, and return the error of the last calls if it was not raised yet, else an empty string."""
+        """Close the group. Return the error of the last calls if it was not raised yet, else an empty string."""
         while self._closers:
             self._closers.pop()(together)
         known = self._obstacle or self.on_device is None
@@ -166,9 +175,10 @@ class Group:
 
 
 def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Group:
-    """Make a group of ranks: ``gsbn.forward(..., training=True, group=...)`` uses the statistics of all their rows.
+    """Make a group of ranks. ``gsbn.forward(..., training=True, group=...)`` uses the statistics of all their rows.
 
-    Collective: every rank of the communicator calls it once. The result is a context manager; `close` frees its memory.
+    This is collective: every rank of the communicator calls it once. The result is a context manager; its `close` frees
+    its memory.
 
     Parameters
     ----------
@@ -178,8 +188,8 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
         GPU; gloo and MPI also support arrays on the CPU.
     timeout : float
         The longest time that a call waits for the other ranks, in seconds. If a rank has died or makes another call,
-        the others raise within this time: on the CPU the call itself, on a GPU the next call. It includes the
-        compilation of kernels on another rank, so a few seconds are too short.
+        the other ranks raise an error within this time: on the CPU in the call itself, on a GPU in the next call. The
+        time includes the compilation of kernels on another rank, so a few seconds are too short.
     peer_memory : bool
         Whether GPUs may write to each other's memory (see Notes).
 
@@ -190,17 +200,17 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
     Raises
     ------
     TypeError
-        `comm` is none of these, or `peer_memory` is not a bool.
+        `comm` is none of these communicators, or `peer_memory` is not a bool.
     ValueError
         `timeout` is not above 0, or this process is not a member of the communicator.
     RuntimeError
-        A rank does not call it before the timeout.
+        A rank does not make this call before the timeout.
 
     Notes
     -----
     On a GPU the first call with the group chooses how statistics are exchanged: by writing to the memory of the other
-    GPUs if every rank can map that of every other, else through NCCL. As with any collective, all ranks must make their
-    calls in the same order, and a rank must use one stream at a time. `docs/guide/groups.md` says more.
+    GPUs if every rank can map the memory of every other rank, else through NCCL. As with any collective, all ranks must
+    make their calls in the same order, and a rank must use one stream at a time. `docs/guide/groups.md` says more.
 
     Examples
     --------
@@ -232,7 +242,7 @@ class _Torch(Engine):
         self._torch, self._of = torch, weakref.ref(comm)  # weak: torch owns it, and destroying it joins threads
         self.rank, self.size = torch.distributed.get_rank(comm), torch.distributed.get_world_size(comm)
         self.on_host = "cpu:" in torch.distributed.get_backend_config(comm)
-        # NCCL's device: a ProcessGroup may use one that is never made the current device
+        # The device that NCCL uses: a ProcessGroup may use one that is never made the current device
         bound = getattr(comm, "bound_device_id", None)
         self._device = "cpu" if self.on_host else bound or f"cuda:{torch.cuda.current_device()}"
         if self.rank < 0:
@@ -286,7 +296,7 @@ class _Mpi(Engine):
             _until(request.Test, timeout)
         except BaseException:
             _UNFINISHED.append(request)
-            self._copy = None  # it cannot be freed while a message is under way
+            self._copy = None  # the copy cannot be freed while a message is under way
             raise
 
     def close(self) -> None:
@@ -340,7 +350,10 @@ def _nccl(comm: Any) -> Engine | None:
 
 
 def _until(done: Callable[[], bool], timeout: float) -> None:
-    """Wait until done; without sleeping in the first millisecond, since most answers take microseconds."""
+    """Wait until `done` returns True. Raise TimeoutError after the timeout.
+
+    Do not sleep in the first millisecond, since most answers take microseconds.
+    """
     start = time.monotonic()
     while not done():
         waited = time.monotonic() - start

@@ -1,13 +1,14 @@
-"""gsbn for PyTorch: a layer, a function and a conversion that support autograd, autocast and torch.compile.
+"""Use gsbn in PyTorch through a layer, a function and a conversion that support autograd, autocast and torch.compile.
 
-`compare` measures whether they help a model.
+`compare` measures whether gsbn helps a model.
 
 >>> import gsbn.torch
 >>> layer = gsbn.torch.LinearBatchNorm1d(64, 32, activation="relu")
 >>> list(layer.state_dict())[:3]
 ['linear.weight', 'norm.weight', 'norm.bias']
 
-Nothing else in gsbn imports this package: `gsbn.forward` and `gsbn.backward` take tensors, but not autograd.
+No other part of gsbn imports this package: `gsbn.forward` and `gsbn.backward` take tensors, but do not support
+autograd.
 """
 
 from ._compare import Comparison, Measured, compare
@@ -46,5 +47,5 @@ __all__ = [
 ]
 
 for _name in __all__:
-    globals()[_name].__module__ = __name__  # in pickles, too, so that the files may change
+    globals()[_name].__module__ = __name__  # pickles store this name, so the files may change
 del _name

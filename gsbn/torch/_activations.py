@@ -1,4 +1,4 @@
-"""The activations as PyTorch has them: its modules and its functions, and the calls of these in a graph of torch.fx."""
+"""Translate between gsbn's activations and PyTorch's modules, functions, and calls in a graph of torch.fx."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .._arrays.check import checked_activation
 from .._plan.activations import parts
 from .._typing import Activation
 
-# Of each: PyTorch's function of y and, if it takes one, the number; the module of the number; the functions and methods
-# in a graph
+# Each entry has PyTorch's function, which takes y and perhaps a number; the module, which takes this number; and the
+# functions and methods in a graph
 _Known = tuple[Callable[..., Tensor], Callable[..., nn.Module], tuple[Any, ...]]
 _KNOWN: dict[str, _Known] = {
     "relu": (
@@ -32,34 +32,34 @@ _KNOWN: dict[str, _Known] = {
 }
 _NAME_OF: dict[Any, Any] = {target: name for name, (_, _, targets) in _KNOWN.items() for target in targets}
 _NUMBER: dict[Any, str] = {"leaky_relu": "negative_slope", "elu": "alpha"}  # the name of the number in PyTorch
-_GELU: dict[str, Any] = {"none": "gelu", "tanh": "gelu_tanh"}  # by `approximate`
+_GELU: dict[str, Any] = {"none": "gelu", "tanh": "gelu_tanh"}  # the keys are values of `approximate`
 MODULES: dict[type[nn.Module], Any] = {
     nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu", nn.GELU: "gelu", nn.ELU: "elu",
 }  # fmt: skip
 
 
 def apply(y: Any, activation: Activation) -> Any:
-    """The activation of y, by PyTorch's function."""
+    """Return the activation of y, computed by PyTorch's function."""
     name, number = parts(activation)
     function = _KNOWN[name][0]
     return function(y) if number is None else function(y, number)
 
 
 def before(activation: Activation, dy: Any, y: Any) -> Any:
-    """The gradient before an activation that follows from y."""
+    """Return the gradient before an activation whose derivative follows from y."""
     name, slope = parts(activation)
     return dy.masked_fill(y <= 0, 0) if name == "relu" else torch.where(y > 0, dy, dy * slope)
 
 
 def module_of(activation: Activation) -> nn.Module:
-    """PyTorch's module of an activation; raise if it is none."""
+    """Return PyTorch's module of an activation. Raise an error if the argument is not an activation."""
     name, number = parts(checked_activation(activation))
     make = _KNOWN[name][1]
     return make() if number is None else make(number)
 
 
 def of_module(module: Any) -> Activation | None:
-    """The activation of a module; None if gsbn has none that does the same."""
+    """Return the activation that a module computes, or None if gsbn has no activation that does the same."""
     name = MODULES.get(module.__class__)
     if name == "gelu":
         return _GELU.get(module.approximate)
@@ -67,7 +67,7 @@ def of_module(module: Any) -> Activation | None:
 
 
 def of_call(node: Node) -> Activation | None:
-    """The activation that a node of a graph calls as a function or a method, or None."""
+    """Return the activation that a node of a graph calls as a function or a method, or None if it calls none."""
     name = _NAME_OF.get(node.target) if node.op in ("call_function", "call_method") else None
     places = ("approximate",) if name == "gelu" else (*((_NUMBER[name],) if name in _NUMBER else ()), "inplace")
     given = {**dict(zip(places, node.args[1:], strict=False)), **node.kwargs}
@@ -80,7 +80,7 @@ def of_call(node: Node) -> Activation | None:
 
 
 def _numbered(name: Any, number: Any) -> Activation | None:
-    """The activation with this number; None if gsbn does not take it."""
+    """Return the activation with this number, or None if gsbn does not accept the number."""
     fits = isinstance(number, (int, float)) and not isinstance(number, bool) and abs(number) <= _MOST
     return (name, number) if fits else None
 

@@ -1,4 +1,4 @@
-"""Second derivatives and batched gradients: compute the call again, by PyTorch's own operators."""
+"""Support second derivatives and batched gradients: PyTorch's own operators compute the call again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._plan.problem import RENORM_ROWS, SAVED, SAVED_RATIO, SAVED_SHIFT
 from ..reference import Gradients
 from ._activations import apply
 
-# Rows of the saved vectors in inference
+# The rows of the saved vectors that are read in inference
 _R, _BIASED, _Z, _S = (SAVED[f"SAVED_{name}"] for name in ("GAMMA", "BIASED", "Z", "S"))
 
 
@@ -26,24 +26,27 @@ class Given(NamedTuple):
     gamma: Any
     beta: Any
     eps: float
-    connected: bool  # autograd keeps the x that was given, not a cast of it
-    versions: tuple[int, ...]  # of the tensors among the first five
+    connected: bool  # True if autograd keeps the x that was given, and not a cast of it
+    versions: tuple[int, ...]  # the version counters of the tensors among the first five fields
 
     @classmethod
     def of(cls, arguments: tuple[Any, ...], eps: float, *, connected: bool) -> Given:
-        """`arguments`: weight, bias, scale, gamma and beta."""
+        """Make a `Given` from `arguments`: weight, bias, scale, gamma and beta."""
         weight, bias, scale, gamma, beta = arguments
         return cls(weight, bias, scale, gamma, beta, eps, connected, _versions(arguments))
 
 
 def _versions(arguments: Any) -> tuple[int, ...]:
-    """How often each tensor was changed in place; an inference tensor does not count."""
+    """Return how often each tensor was changed in place. Inference tensors have no such count."""
     return tuple([a._version for a in arguments if isinstance(a, torch.Tensor) and not a.is_inference()])
 
 
 def apart(create: bool, *arguments: Any) -> list[Any]:
-    """Each argument as a variable of its own: a gradient then is that of this argument alone, though another one may
-    have been computed from it. With `create` they are functions of the arguments."""
+    """Return each argument as a separate variable.
+
+    The gradient of a variable is then that of this argument alone, even if another argument was computed from it. With
+    `create` the variables are functions of the arguments.
+    """
 
     def alone(a: Any) -> Any:
         if not isinstance(a, torch.Tensor) or not a.is_floating_point():
@@ -54,9 +57,10 @@ def apart(create: bool, *arguments: Any) -> list[Any]:
 
 
 def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> list[Any]:
-    """The gradients in `how.needs`, in the order of `Gradients`, as functions of x, dy and the arguments in `given`.
+    """Return the gradients that `how.needs` names, as functions of x, dy and the arguments in `given`.
 
-    For the first half of a backward the gradient of x is that of g. Raises RuntimeError if x was not kept.
+    The list has the order of `Gradients`, with None for the other gradients. In the first half of a backward, the
+    gradient of g takes the place of the gradient of x. Raises RuntimeError if x was not kept.
     """
     create, eps = _checked(how, given, x), given.eps
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
@@ -68,8 +72,8 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
             ones, zeros = torch.ones(features, device=z.device), torch.zeros(features, device=z.device)
             z = z.to(torch.promote_types(x.dtype, torch.float32))
             if bias is not None:
-                z = z + (bias - bias).to(z.dtype)  # the mean cancels the bias: a gradient of 0 that has derivatives
-            # each ghost batch has features of its own
+                z = z + (bias - bias).to(z.dtype)  # the mean cancels the bias; its gradient is 0, with derivatives
+            # the features of each ghost batch count as separate features
             z = z.unflatten(0, (how.groups, -1)).movedim(0, 1).flatten(1) if how.groups > 1 else z
             ones, zeros = (vector.repeat(how.groups).to(z.dtype) for vector in (ones, zeros))
             y = functional.batch_norm(z, None, None, ones, zeros, True, 0.0, eps)
@@ -92,7 +96,7 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
 
 
 def products_again(how: How, given: Given, dg: Any, x: Any) -> tuple[Any, Any]:
-    """dx and dweight from dg, each None if not in `how.needs`."""
+    """Return dx and dweight, computed from dg. Each is None if `how.needs` does not name it."""
     _checked(how, given, x if "weight" in how.needs else dg)
     with torch.autocast(dg.device.type, enabled=False):
         dx = dg @ given.weight.to(dg.dtype) if "x" in how.needs else None
@@ -100,7 +104,7 @@ def products_again(how: How, given: Given, dg: Any, x: Any) -> tuple[Any, Any]:
 
 
 def _checked(how: How, given: Given, x: Any) -> bool:
-    """Whether the gradients will be differentiated; raise RuntimeError if they cannot."""
+    """Return whether the gradients will be differentiated. Raise RuntimeError if they cannot be computed."""
     create = torch.is_grad_enabled()
     if _versions(given[:5]) != given.versions:
         raise RuntimeError(

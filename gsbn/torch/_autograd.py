@@ -1,4 +1,4 @@
-"""What gsbn's autograd nodes share: casts, who else looks at a call, and what a backward may do."""
+"""Help gsbn's autograd nodes: cast arrays, ask who else watches a call, and ask what a backward may do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from .._backward import How
 from .._saved import VECTOR_PARAMETERS
 
 transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-# Whether the graph is kept for another backward; True if torch cannot tell.
+# Tells whether autograd keeps the graph for another backward; True if torch cannot tell.
 keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-# TorchDispatch modes (fake tensors, make_fx, operation counters) must see one operator; torch has no public API to ask.
+# Above 0 in TorchDispatch modes (fake tensors, make_fx, operation counters). These must see one operator. torch has no
+# public API for this question.
 is_watched: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
@@ -27,34 +28,40 @@ _NEEDED = {
 
 
 def goes_again(dy: Any) -> bool:
-    """Whether PyTorch's operators must compute the gradients: for second derivatives or batched gradients."""
+    """Return whether PyTorch's operators must compute the gradients, for second derivatives or batched gradients."""
     return bool(is_grad_enabled() or transforms() or _is_batched(dy))
 
 
 def needed_of(needs_input_grad: tuple[bool, ...]) -> tuple[str, ...]:
-    """The names of the gradients that a node must compute, of x, weight, bias, scale, gamma and beta."""
+    """Return the names of those of x, weight, bias, scale, gamma and beta whose gradients a node must compute."""
     return _NEEDED[needs_input_grad]
 
 
 def drop_given(ctx: Any) -> None:
-    """Drop the forward's arguments when autograd frees what it saved: without a graph nothing is computed again."""
+    """Drop the forward's arguments if autograd frees the graph, because no call is computed again without a graph."""
     if not keeps_graph():
         ctx.given = None
 
 
 def cast(array: Any, dtype: Any) -> Any:
-    """Cast as autocast casts the operands of a product."""
+    """Return the array in autocast's `dtype`. If `dtype` is None or the array is float64, return it as it is."""
     return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
 
 
 def widens(dtype: Any, weight: Any) -> bool:
-    """Whether a call in autocast's dtype, or None, makes dweight in float32, so that autograd need not cast it."""
+    """Return whether a call makes dweight in float32, so that autograd need not cast it.
+
+    `dtype` is autocast's dtype, or None without autocast.
+    """
     return dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
 
 
 def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
-    """Let dg overwrite the deviations if nothing will read them again, and if they are still at the address `at` where
-    the forward made them: hooks on saved tensors may return other memory."""
+    """Return `how`, changed so that dg overwrites the deviations if nothing will read them again.
+
+    The deviations must still be at the address `at`, where the forward made them, because hooks on saved tensors may
+    return other memory.
+    """
     if how.training and deviations.dtype is dy.dtype and deviations.data_ptr() == at and not keeps_graph():
         return how._replace(in_place=True)
     return how

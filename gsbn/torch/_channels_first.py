@@ -1,4 +1,4 @@
-"""1x1 convolutions and linear layers of contiguous (N, C, L) and (N, C, H, W): gsbn's kernels for channels first."""
+"""Compute 1x1 convolutions and linear layers of contiguous (N, C, L) and (N, C, H, W) by kernels for channels first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from ._autograd import cast, drop_given, goes_again, in_place, is_watched, kind_
 
 
 def serves_channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
-    """Whether these kernels serve a contiguous x. With frozen statistics they keep nothing for a backward."""
+    """Return whether these kernels can compute the call. They need a contiguous x.
+
+    With frozen statistics they keep nothing for a backward.
+    """
     if not x.is_cuda or is_compiling() or is_watched() or not x.is_contiguous() or x.numel() == 0:
         return False
     dtype = x.dtype
@@ -31,7 +34,7 @@ def serves_channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], options
         dtype = get_autocast_dtype("cuda")
     elif weight.dtype is not dtype:
         return False
-    if x.data_ptr() % 16:  # the copy engine takes no such memory
+    if x.data_ptr() % 16:  # the copy engine needs addresses on 16 bytes
         return False
     training, *_, gemm = options
     if not training and _needs_gradients(x, weight, vectors):
@@ -43,7 +46,7 @@ def serves_channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], options
 
 @lru_cache(maxsize=1024)
 def _serves(dtype: str, device: int, m: int, n: int, k: int, length: int) -> bool:
-    if dtype not in ("float16", "bfloat16"):  # without asking the device
+    if dtype not in ("float16", "bfloat16"):  # decided without asking the device
         return False
     return channels_first_obstacle(dtype, m, n, k, length, kernels.gpu(device)) is None
 
@@ -53,7 +56,10 @@ def _needs_gradients(x: Any, weight: Any, vectors: tuple[Any, ...]) -> bool:
 
 
 def channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], state: Any, options: Any, activation: Any) -> Any:
-    """y, contiguous, of an x that is served and a weight (O, C); `vectors`: bias, gamma and beta."""
+    """Return a contiguous y for an x that `serves_channels_first` accepts.
+
+    `weight` has shape (O, C), and `vectors` are bias, gamma and beta.
+    """
     dtype = get_autocast_dtype("cuda") if is_autocast_enabled("cuda") else None
     more = vectors, state, options, checked_activation(activation), dtype
     if _needs_gradients(x, weight, vectors):
@@ -63,7 +69,7 @@ def channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], state: Any, op
 
 
 def _forward(x: Any, weight: Any, vectors: Any, state: Any, options: Any, activation: Any, *, saves: bool) -> Any:
-    """y, or (y, saved), as the matrices of gsbn/_forward/channels_first.py."""
+    """Return y, or (y, saved) with `saves`, as the matrices that gsbn/_forward/channels_first.py describes."""
     n, k, *sizes = x.shape
     bias, gamma, beta = vectors
     arrays = x.view(n * prod(sizes), k), weight, None, bias, gamma, beta, *state, None, None, None
@@ -73,7 +79,7 @@ def _forward(x: Any, weight: Any, vectors: Any, state: Any, options: Any, activa
 
 
 class _ChannelsFirst(Function):
-    """Forward and backward in training as one autograd node."""
+    """One autograd node for the forward and the backward in training."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, more: Any) -> Any:
@@ -84,7 +90,7 @@ class _ChannelsFirst(Function):
         x, weight = cast(x, dtype), cast(weight, dtype)
         y, saved = _forward(x, weight, vectors, state, options, activation, saves=True)
         ctx.how = How.of(saved, (), wide=wide)
-        kept = x if of_x or of_weight else None, weight if of_x else None  # x, too, if the call is computed again
+        kept = x if of_x or of_weight else None, weight if of_x else None  # dx needs x only to compute the call again
         ctx.save_for_backward(*kept, saved.deviations, saved.vectors)
         ctx.at, ctx.shape = saved.deviations.data_ptr(), x.shape
         return y.view(x.shape[0], weight.shape[0], *x.shape[2:])
@@ -104,7 +110,7 @@ class _ChannelsFirst(Function):
         else:
             drop_given(ctx)
             dy = dy.resolve_neg().contiguous()
-            dy = (dy.clone() if dy.data_ptr() % 16 else dy).view(deviations.shape)  # it is read 16 bytes at a time
+            dy = (dy.clone() if dy.data_ptr() % 16 else dy).view(deviations.shape)  # dy is read 16 bytes at a time
             arrays = dy, None if x is None or not of_weight else x.view(len(dy), k), weight, deviations, vectors
             how = in_place(how, dy, deviations, ctx.at)
             of_call = how, prod(sizes)

@@ -1,4 +1,4 @@
-"""compare: what gsbn changes for a model: time, memory and results beside PyTorch's own."""
+"""Compare the time, the memory and the results of a model with gsbn and with PyTorch's own modules."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LEGEND = (
 
 
 class Measured(NamedTuple):
-    """A row of a `Comparison`: one variant of the model, doing one work in one way.
+    """A row of a `Comparison`: one variant of the model, which does one kind of work in one way.
 
     Attributes
     ----------
@@ -46,18 +46,19 @@ class Measured(NamedTuple):
     way : {"as called", "in a CUDA graph"}
     variant : {"plain", "compiled", "gsbn", "gsbn, compiled"}
     ms : float or None
-        The median time of a call in milliseconds; None if there is none, and `why` has the reason.
+        The median time of a call in milliseconds. None if there is no time; `why` then has the reason.
     speed : float or None
-        The time of "plain" over this one, the median of this ratio in all rounds: above 1 this one is faster.
+        The time of "plain" divided by the time of this variant: the median of this ratio over all rounds. Above 1 this
+        variant is faster.
     speed_low, speed_high : float or None
-        An interval that holds the true `speed` with 95 % confidence.
+        The ends of an interval that contains the true `speed` with 95 % confidence.
     peak_bytes : int or None
         The most memory that a call takes beyond parameters and inputs; None on a CPU.
     outputs, gradients : float or None
-        The norm of the difference from those of "plain" over the norm of these, all tensors together. None for "plain",
-        and where there is nothing to compare.
+        The norm of the difference from the tensors of "plain", divided by the norm of the tensors of "plain". Each norm
+        is taken over all tensors together. None for "plain", and if there is nothing to compare.
     why : str
-        The reason why there is no time, otherwise empty.
+        The reason why there is no time; empty if there is one.
     """
 
     work: str
@@ -75,16 +76,16 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`; as a string, a table of at most 80 columns.
+    """The result of `compare`. As a string it is a table of at most 80 columns.
 
     Attributes
     ----------
     device : str
-        What the model ran on, and by which PyTorch.
+        The device that the model ran on, and the version of PyTorch.
     conversion : Conversion
         What `convert` replaced, and what it left and why.
     notes : tuple of str
-        Sentences that a reader of the figures has to know, such as that nothing was converted.
+        Sentences that a reader of the figures must know, such as that nothing was converted.
     rows : tuple of Measured
     """
 
@@ -94,7 +95,7 @@ class Comparison:
     rows: tuple[Measured, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it in JSON's types; a difference that is not finite becomes a string."""
+        """Return everything in JSON's types. A difference that is not finite becomes a string."""
         replaced, left = self.conversion
         return {
             "device": self.device,
@@ -105,7 +106,7 @@ class Comparison:
         }
 
     def table(self, width: int = 80) -> str:
-        """The table. Sentences are broken after so many characters; the figures take 59."""
+        """Return the table. Sentences are wrapped at `width` characters; the figures need 59."""
         head = [self.device, *self.notes, *(str(self.conversion).splitlines() if any(self.conversion) else ())]
         lines = [part for line in head for part in textwrap.wrap(line, width, subsequent_indent="  ")]
         lines += ["", f"{'ms':>24}{'speed':>7}{'MiB':>9}{'outputs':>9}{'gradients':>10}"]
@@ -135,27 +136,28 @@ def compare(
     graph: bool = True,
     seconds: float = 2.0,
 ) -> Comparison:
-    """Measure whether gsbn helps a model: as it is, compiled by torch.compile, changed by `convert`, and both.
+    """Measure whether gsbn helps a model.
 
-    Inference in ``eval()`` without gradients and a training step (forward and backward, no optimiser) are timed, as
-    called and, on a GPU, in a CUDA graph. All of it runs on copies: the model, its gradients and modes, the inputs and
-    the state of PyTorch's random numbers stay as they are. ``print`` the result to see a table.
+    The model is measured as it is, compiled by torch.compile, changed by `convert`, and with both. Two kinds of work
+    are timed: inference in ``eval()`` without gradients, and a training step (forward and backward, no optimiser). Each
+    is timed as called and, on a GPU, in a CUDA graph. Everything runs on copies: the model, its gradients and modes,
+    the inputs and the state of PyTorch's random numbers stay as they are. ``print`` the result to see a table.
 
     Parameters
     ----------
     model : nn.Module
-        On a CPU or on one CUDA GPU. If it has been converted, "plain" is what `revert` makes of its copy.
+        A model on a CPU or on one CUDA GPU. If it has been converted, "plain" is a copy that `revert` has changed back.
     *inputs : Any
-        What the model is called with. Tensors may be in tuples, lists and dicts. The gradient of one that requires grad
-        is computed and compared, too.
+        The arguments that the model is called with. Tensors may be in tuples, lists and dicts. If a tensor requires
+        grad, its gradient is computed and compared, too.
     loss : callable, optional
-        Makes a tensor of one element of the model's output; the step computes its gradients. By default it computes
-        those of the sum of all outputs, each multiplied by its own fixed random number: after BatchNorm1d a plain sum
-        and a sum of squares have no gradient.
+        A function that makes a tensor of one element from the model's output; the training step computes its gradients.
+        By default the loss is the sum of all outputs, each multiplied by its own fixed random number, because a plain
+        sum and a sum of squares have no gradient after BatchNorm1d.
     scales, precision, trace, linear
         As for `convert`.
     autocast : {torch.bfloat16, torch.float16}, optional
-        Forward and loss run under ``torch.autocast`` of this dtype.
+        The forward and the loss run under ``torch.autocast`` with this dtype.
     compile : bool
         Whether torch.compile is measured, too. It takes a minute or more.
     graph : bool
@@ -172,15 +174,15 @@ def compare(
     Raises
     ------
     TypeError, ValueError
-        An argument is of another type or not allowed, the tensors are on several devices, other processes share the
-        model's batches, or the model does not take the inputs.
+        An argument has a wrong type or a value that is not allowed, the tensors are on several devices, other processes
+        share the model's batches, or the model does not accept the inputs.
 
     Notes
     -----
-    Times on a GPU lie between CUDA events. As called, they include the host's time if the GPU waits for the host. Peak
-    memory is that of PyTorch's allocator, whose peak statistics are reset. Random numbers, as of Dropout, are the same
-    in "plain" and "gsbn"; torch.compile draws others, so no difference is given. A `LinearBatchNorm1d` is in all
-    variants.
+    On a GPU, times are measured between CUDA events. The times as called include the host's time if the GPU waits for
+    the host. The peak memory is that of PyTorch's allocator, whose peak statistics are reset. Random numbers, such as
+    those of Dropout, are the same in "plain" and "gsbn". torch.compile draws other random numbers, so no difference is
+    given for its variants of a model that draws any. A `LinearBatchNorm1d` stays in all variants.
 
     Examples
     --------
@@ -223,7 +225,7 @@ def compare(
 
 
 def _checked(model: Any, inputs: Any, autocast: Any) -> torch.device:
-    """The device of the model; raises what is wrong with these arguments."""
+    """Return the device of the model. Raise an error if one of these arguments is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type_name(model)}")
     if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
@@ -248,7 +250,7 @@ def _checked(model: Any, inputs: Any, autocast: Any) -> torch.device:
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
-    """A copy that is not converted."""
+    """Return a copy of the model that is not converted."""
     try:
         copied = copy.deepcopy(model)
     except Exception as error:
@@ -258,13 +260,13 @@ def _copy_of(model: nn.Module) -> nn.Module:
 
 
 def _copies_of(inputs: Any) -> Any:
-    """The same with other tensors; they are leaves of autograd, whatever these were computed from."""
+    """Return a copy of the inputs. Its tensors are leaves of autograd, even if the originals are not."""
     memo = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors_in(inputs)}
     return copy.deepcopy(inputs, memo)
 
 
 def _measure(work: str, variants: list[Variant], setting: Setting, graph: bool) -> Iterator[Measured]:
-    """The rows of this work."""
+    """Yield the rows of the table for this kind of work."""
     plain, *others = variants
     for variant in variants:
         variant.start(work)
@@ -273,7 +275,7 @@ def _measure(work: str, variants: list[Variant], setting: Setting, graph: bool) 
         raise ValueError(f"inputs: the model in eval() does not take them; {plain.why}")
     for variant in others:
         found = variant.attempt(variant.results)
-        if found and wanted and not (plain.draws and variant.compiles):  # compiled, it draws other random numbers
+        if found and wanted and not (plain.draws and variant.compiles):  # torch.compile draws other numbers
             differences = map(_difference, found, wanted)
             variant.facts |= zip(("outputs", "gradients"), differences, strict=True)
         found = None
@@ -298,14 +300,14 @@ def _timed(way: str, variants: list[Variant], setting: Setting) -> Iterator[Meas
             yield Measured(variant.work, way, variant.name, why=variant.why)
             continue
         seconds, facts = times[variant.name], dict(variant.facts)
-        if _PLAIN in times:  # ratios within a round, where the clocks and other programs are the same for both
+        if _PLAIN in times:  # ratios within a round: clocks and other programs are the same for both
             speed = median_interval([plain / own for plain, own in zip(times[_PLAIN], seconds, strict=True)])
             facts |= {"speed": speed.median, "speed_low": speed.low, "speed_high": speed.high}
         yield Measured(variant.work, way, variant.name, 1e3 * median_interval(seconds).median, **facts)
 
 
 def _difference(found: list[Tensor], wanted: list[Tensor]) -> float | None:
-    """The norm of the difference over that of what is wanted, all tensors together."""
+    """Return the norm of the difference divided by the norm of `wanted`, over all tensors together."""
     if not wanted:
         return None
     of_difference = math.hypot(*(_norm(a - b) for a, b in zip(found, wanted, strict=True)))

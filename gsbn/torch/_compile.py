@@ -1,4 +1,4 @@
-"""gsbn in torch.compile: options for Inductor and a backend, with which it runs the layers that a `forward` calls."""
+"""Let gsbn run the layers that a `forward` calls under torch.compile, by options for Inductor or by a backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._graph import replace
 
 @dataclass(frozen=True)
 class _Pass:
-    """The pass for Inductor, after the user's. Two with the same fields are equal, so nothing compiles twice."""
+    """A pass for Inductor that runs after the user's. Passes with equal fields are equal, so nothing compiles twice."""
 
     before: tuple[Callable[[Graph], None], ...]
     precision: Precision
@@ -30,7 +30,10 @@ class _Pass:
         replace(graph, self.precision, self.cpu)
 
     def uuid(self) -> Any:
-        """What Inductor's caches know the pass by; None, so that they are not used, if a pass of the user has none."""
+        """Return the key of this pass in Inductor's caches, or None if a pass of the user has no key.
+
+        None means that Inductor does not use its caches.
+        """
         from torch._inductor.custom_graph_pass import get_hash_for_files
 
         others = [getattr(other, "uuid", lambda: None)() for other in self.before]
@@ -40,7 +43,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Backend:
-    """A backend of torch.compile that replaces calls, and leaves the rest to another one."""
+    """A backend of torch.compile that replaces calls, and leaves the rest to another backend."""
 
     other: str | Callable[..., Any]
     precision: Precision
@@ -63,19 +66,20 @@ def inductor_options(
     precision: Precision = "highest",
     cpu: bool = False,
 ) -> dict[str, Any]:
-    """Options for ``torch.compile``, with which Inductor lets gsbn run the layers that any ``forward`` calls.
+    """Return options for ``torch.compile`` that let gsbn run the layers that any ``forward`` calls.
 
-    In each graph, calls of linear, perhaps a multiplication by a scale, batch_norm and perhaps an activation become one
-    call of gsbn, whether modules or functions make them. Parameters and running statistics are used as they are.
-    `docs/guide/pytorch.md` says what is left as it is. The logger ``gsbn.torch`` says at level INFO how many were
-    replaced.
+    In each graph, one call of gsbn replaces the calls of linear, an optional multiplication by a scale, batch_norm and
+    an optional activation. Modules or functions may make these calls. Parameters and running statistics are used as
+    they are. `docs/guide/pytorch.md` says which calls are left as they are. The logger ``gsbn.torch`` says at level
+    INFO how many calls were replaced.
 
     Parameters
     ----------
     options : dict, optional
-        Options of your own, which the result contains. A ``pre_grad_custom_pass`` among them runs before gsbn's.
+        Your own options, which the result contains. If they have a ``pre_grad_custom_pass``, it runs before gsbn's
+        pass.
     mode : str, optional
-        As for ``torch.compile``, which takes either a mode or options: the result contains the options of this mode.
+        A mode of ``torch.compile``, which takes either a mode or options. The result contains the options of this mode.
     precision : {"highest", "high"}
         As in `gsbn.forward`, for float32: "high" allows TF32.
     cpu : bool
@@ -107,7 +111,7 @@ def inductor_options(
     if options is not None and not isinstance(options, dict):
         raise TypeError(f"options: expected a dict or None, got {shown(options)}")
     choice("precision", precision, PRECISIONS)
-    CustomGraphPass.register(_Pass)  # here, because importing Inductor takes a second
+    CustomGraphPass.register(_Pass)  # registered here, because importing Inductor takes a second
     made = {**(list_mode_options(mode) if mode else {}), **(options or {})}
     before = made.get("pre_grad_custom_pass") or ()
     before = tuple(before) if isinstance(before, (list, tuple)) else (before,)
@@ -117,7 +121,9 @@ def inductor_options(
 def backend(
     other: str | Callable[..., Any] = "inductor", *, precision: Precision = "highest", cpu: bool = False
 ) -> Callable[..., Any]:
-    """A backend for ``torch.compile`` that replaces calls as `inductor_options` does, before another one compiles.
+    """Return a backend for ``torch.compile`` that replaces calls as `inductor_options` does.
+
+    Another backend then compiles the graph.
 
     Parameters
     ----------
@@ -130,7 +136,7 @@ def backend(
     Returns
     -------
     callable
-        The backend. It takes ``mode=`` and ``options=`` of ``torch.compile`` if the other one does.
+        The backend. It takes ``mode=`` and ``options=`` of ``torch.compile`` if the other backend does.
 
     Raises
     ------

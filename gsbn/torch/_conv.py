@@ -1,4 +1,4 @@
-"""ConvBatchNorm1d and ConvBatchNorm2d: the layers of 1x1 convolutions."""
+"""Define ConvBatchNorm1d and ConvBatchNorm2d, the layers of 1x1 convolutions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._modules import FOLLOWERS, SyncBatchNorm, are_plain, fused, not_pointwise
 
 
 class ConvBatchNorm(nn.Module):
-    """What the layers of one and two dimensions share; they say which modules they consist of."""
+    """The base class of the layers of one and two dimensions, which say what modules they consist of."""
 
     _conv: ClassVar[Any]
     _norm: ClassVar[Any]
@@ -59,15 +59,15 @@ class ConvBatchNorm(nn.Module):
     def from_modules(
         cls, conv: Any, norm: Any, activation: Activation | None = None, *, precision: Precision = "highest"
     ) -> Any:
-        """Make a layer of modules that exist, which it uses and does not copy, as `LinearBatchNorm1d.from_modules`.
+        """Make a layer from existing modules, which it does not copy, as `LinearBatchNorm1d.from_modules` does.
 
         Parameters
         ----------
         conv : nn.Conv1d or nn.Conv2d
-            Of the layer's number of dimensions, with a kernel and a stride of 1, no padding and no groups; becomes
-            `layer.conv`.
+            A convolution of the layer's number of dimensions, with a kernel and a stride of 1, no padding and no
+            groups. It becomes `layer.conv`.
         norm : nn.BatchNorm1d, nn.BatchNorm2d or nn.SyncBatchNorm
-            Becomes `layer.norm`; of as many features as `conv` has output channels.
+            A module with as many features as `conv` has output channels. It becomes `layer.norm`.
         activation, precision
             As for the layer.
 
@@ -78,7 +78,7 @@ class ConvBatchNorm(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            An argument is of another type, a module is lazy and has not run, the convolution is not 1x1, or the numbers
+            An argument has a wrong type, a module is lazy and has not run, the convolution is not 1x1, or the numbers
             of features differ.
 
         Examples
@@ -117,7 +117,7 @@ class ConvBatchNorm(nn.Module):
         return cast(Tensor, y if self.activation is None else module_of(self.activation)(y))
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """For torch.jit.script, which compiles PyTorch's own modules."""
+        """Return PyTorch's own modules in a sequence, which torch.jit.script compiles."""
         made = nn.Sequential()
         made.add_module("conv", self.conv)
         made.add_module("norm", self.norm)
@@ -132,12 +132,13 @@ class ConvBatchNorm(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     def fold(self) -> nn.Module:
-        """Fold the layer in ``eval()`` into one convolution, as `LinearBatchNorm1d.fold` does into one Linear.
+        """Fold the layer in ``eval()`` into one convolution, as `LinearBatchNorm1d.fold` makes one Linear.
 
         Returns
         -------
         nn.Conv1d, nn.Conv2d or nn.Sequential
-            A new 1x1 convolution with bias; with an activation, ``nn.Sequential(Conv, …)`` with its module.
+            A new 1x1 convolution with a bias. If the layer has an activation, ``nn.Sequential(Conv, …)`` with the
+            activation's module.
 
         Raises
         ------
@@ -164,7 +165,7 @@ class ConvBatchNorm(nn.Module):
 
 
 class ConvBatchNorm1d(ConvBatchNorm):
-    """1x1 Conv1d, BatchNorm1d and optional activation in one call of gsbn.
+    """Run 1x1 Conv1d, BatchNorm1d and an optional activation as one call of gsbn.
 
     `conv` is an ``nn.Conv1d`` of kernel size 1 and `norm` an ``nn.BatchNorm1d``, with their usual initialisation. They
     hold the parameters and the running statistics, and the names in the ``state_dict`` are ``conv.*`` and ``norm.*``.
@@ -178,11 +179,11 @@ class ConvBatchNorm1d(ConvBatchNorm):
     affine, eps, momentum, track_running_stats
         As in ``nn.BatchNorm1d``.
     activation : {"relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "elu"} or tuple, optional
-        Applied to the output, as in `gsbn.forward`.
+        The activation that is applied to the output, as in `gsbn.forward`.
     device, dtype
         The device and the dtype of the parameters.
     precision : str
-        As in `gsbn.forward`, where gsbn computes.
+        As in `gsbn.forward`. It has an effect only where gsbn computes the layer.
     process_group : torch.distributed.ProcessGroup, optional
         As in `LinearBatchNorm1d`.
 
@@ -193,11 +194,12 @@ class ConvBatchNorm1d(ConvBatchNorm):
 
     Notes
     -----
-    The input is (N, in_channels, L), the output (N, out_channels, L). gsbn computes it where the channels are adjacent
-    in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, C) tensor, and where L is 1; y then has its channels
-    adjacent, too. In 16 bits on Hopper it also takes a contiguous x whose L is a multiple of 8 from 64 on; y is then
-    contiguous. For any other input, on a CPU, and where a module is not plain, as in `LinearBatchNorm1d`, PyTorch's
-    own modules compute it, in the precision that PyTorch is set to. Ranks that share a batch take gsbn in every layout.
+    The input is (N, in_channels, L), and the output is (N, out_channels, L). gsbn computes the layer if the channels of
+    x are adjacent in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, C) tensor, or if L is 1. The channels
+    of y are then adjacent, too. In 16 bits on Hopper, gsbn also takes a contiguous x if L is a multiple of 8 and at
+    least 64; y is then contiguous. For any other input, on a CPU, and if a module is not plain (see
+    `LinearBatchNorm1d`), PyTorch's own modules compute the layer, in the precision that PyTorch is set to. Ranks that
+    share a batch use gsbn in every layout.
 
     Examples
     --------
@@ -212,11 +214,11 @@ class ConvBatchNorm1d(ConvBatchNorm):
 
 
 class ConvBatchNorm2d(ConvBatchNorm):
-    """1x1 Conv2d, BatchNorm2d and optional activation in one call of gsbn.
+    """Run 1x1 Conv2d, BatchNorm2d and an optional activation as one call of gsbn.
 
     Everything is as in `ConvBatchNorm1d`, in two dimensions: `conv` is an ``nn.Conv2d`` and `norm` an
     ``nn.BatchNorm2d``, the input is (N, in_channels, H, W) and the output (N, out_channels, H, W). The channels are
-    adjacent in memory in ``torch.channels_last``, which y then has, too.
+    adjacent in memory in the format ``torch.channels_last``; y then has this format, too.
 
     Examples
     --------

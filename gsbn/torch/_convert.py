@@ -1,4 +1,4 @@
-"""convert: let gsbn run consecutive modules of an ``nn.Sequential``, or of a traced forward, as one call."""
+"""Convert a model: gsbn then runs consecutive modules of an ``nn.Sequential``, or of a traced forward, as one call."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Left(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """The result of `convert`; as a string, one line for each entry.
+    """The result of `convert`. As a string it has one line for each entry.
 
     Attributes
     ----------
     replaced : tuple of tuple of str
         For each call of gsbn the names of the modules that it runs.
     left : tuple of Left
-        Every other BatchNorm1d, BatchNorm2d and SyncBatchNorm of the model, except in a layer of gsbn's, and why it is
-        left.
+        Every other BatchNorm1d, BatchNorm2d and SyncBatchNorm of the model, and the reason why it is left. Modules in a
+        layer of gsbn are not listed.
     """
 
     replaced: tuple[tuple[str, ...], ...]
@@ -66,15 +66,16 @@ class Conversion(NamedTuple):
 class Sequential(nn.Sequential):
     """An ``nn.Sequential`` that `convert` changed: it has the same children, and gsbn runs some of them as one call.
 
-    An instance of a subclass of ``nn.Sequential`` gets a class that inherits from this one and from its own. It can be
-    sliced, extended and changed: it detects when its children have changed.
+    `convert` gives an instance of a subclass of ``nn.Sequential`` a class that inherits from this class and from the
+    instance's own class. A converted module can be sliced, extended and changed: it detects when its children have
+    changed.
     """
 
     _scales: tuple[type, ...] = ()
     _precision: Precision = "highest"
 
     def forward(self, input: Tensor) -> Tensor:
-        """The output of the last child."""
+        """Return the output of the last child."""
         x: Any = input
         children = self._modules.values()
         if x.__class__ is Tensor and not any(modules.wins(x, child) for child in children if child.__class__ in NORMS):
@@ -96,7 +97,7 @@ class Sequential(nn.Sequential):
         return plan[1]
 
     def extra_repr(self) -> str:
-        """One line for each call of gsbn: the names of the modules that it runs."""
+        """Return one line for each call of gsbn, with the names of the modules that it runs."""
         names = tuple(self._modules)
         shown, at = [super().extra_repr()], 0
         for step in _steps(tuple(self._modules.values()), self._scales):
@@ -108,13 +109,13 @@ class Sequential(nn.Sequential):
 
     @classmethod
     def of_class(cls, type_: Any, traced: bool = False) -> nn.Module:
-        """For pickle and copy: a converted instance of this class, without its state."""
+        """Return a converted instance of this class without its state, for pickle and copy."""
         class_ = _class_for(type_, Traced if traced else Sequential)
         made: nn.Module = class_.__new__(class_)
         return made
 
     def __prepare_scriptable__(self) -> nn.Sequential:
-        """For torch.jit.script, which runs PyTorch's own modules."""
+        """Return an nn.Sequential of the children for torch.jit.script, which runs PyTorch's own modules."""
         made = nn.Sequential(OrderedDict(self._modules))
         made.training = self.training
         return made
@@ -125,7 +126,7 @@ class Sequential(nn.Sequential):
 
 @cache
 def _class_for(type_: Any, base: Any) -> Any:
-    """The class that an instance of this class gets by `convert`, which inherits from the base, too."""
+    """Return the class that `convert` gives an instance of this class. It inherits from the base, too."""
     if type_ is nn.Sequential:
         return Sequential
     if issubclass(type_, base):
@@ -138,7 +139,7 @@ def _class_for(type_: Any, base: Any) -> Any:
 
 
 def _with_signature(own: Any) -> Any:
-    """The forward of a traced module, with the signature of its own one, which torch.export and torch.fx ask for."""
+    """Return a traced module's forward with the signature of its own forward, which torch.export and torch.fx read."""
 
     @wraps(own)
     def forward(self: Any, *inputs: Any, **named: Any) -> Any:
@@ -148,7 +149,7 @@ def _with_signature(own: Any) -> Any:
 
 
 def _as_it_was(self: Any) -> nn.Module:
-    """For torch.jit.script, which compiles the forward that the module had before `convert`."""
+    """Return the module with the forward that it had before `convert`, which torch.jit.script compiles."""
     made: nn.Module = _own_class(self).__new__(_own_class(self))
     made.__dict__.update({name: value for name, value in vars(self).items() if name not in _OURS})
     made._modules = self._modules.copy()
@@ -156,12 +157,12 @@ def _as_it_was(self: Any) -> nn.Module:
 
 
 def _class_of(module: Any) -> Any:
-    """The class of a module without what torch.nn.utils.parametrize has put around it."""
+    """Return the class of a module, without the subclass that torch.nn.utils.parametrize has put around it."""
     return type(module).__bases__[0] if is_parametrized(module) else type(module)
 
 
 def _set_class(module: Any, class_: Any) -> None:
-    """Give a module this class. A parametrized one keeps what is around it; copies of it keep the class they share."""
+    """Give a module this class. A parametrized module keeps its outer class, and its copies keep theirs."""
     around = type(module)
     if is_parametrized(module):
         members = {name: value for name, value in vars(around).items() if name not in ("__dict__", "__weakref__")}
@@ -170,7 +171,7 @@ def _set_class(module: Any, class_: Any) -> None:
 
 
 def _own_class(module: Any) -> Any:
-    """The class that a module had before `convert`."""
+    """Return the class that a module had before `convert`."""
     type_ = _class_of(module)
     if type_ is Sequential:
         return nn.Sequential
@@ -178,7 +179,7 @@ def _own_class(module: Any) -> Any:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """How an instance of a class that `_class_for` made is pickled and copied: no module has its class."""
+    """Pickle or copy an instance of a class that `_class_for` made, which no Python module contains."""
     return Sequential.of_class, (_own_class(self), isinstance(self, Traced)), self.__getstate__()
 
 
@@ -186,35 +187,35 @@ def convert(
     model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest", trace: bool = False,
     linear: bool = False,
 ) -> Conversion:  # fmt: skip
-    """Let gsbn run consecutive Linear, scale, BatchNorm1d and activation of an ``nn.Sequential`` as one call.
+    """Let gsbn run consecutive Linear, scale, BatchNorm1d and activation modules of an ``nn.Sequential`` as one call.
 
-    So it does with consecutive 1x1 convolution (Conv1d or Conv2d), BatchNorm1d or BatchNorm2d, and activation, wherever
-    the channels of the input are adjacent in memory, as in ``torch.channels_last``, and in 16 bits on Hopper of
-    contiguous inputs.
+    gsbn also runs consecutive 1x1 convolution (Conv1d or Conv2d), BatchNorm1d or BatchNorm2d, and activation modules as
+    one call. It does this if the channels of the input are adjacent in memory, as in ``torch.channels_last``, and, in
+    16 bits on Hopper, for contiguous inputs.
 
-    The modules keep their places, parameters, hooks and dtypes; the names in the state_dict stay the same, and an
-    optimiser that exists continues to work. Only classes change: that of the ``nn.Sequential`` becomes its subclass
-    `gsbn.torch.Sequential`, that of an instance of a subclass without a ``forward`` of its own becomes a subclass of
-    both, and that of each ``nn.SyncBatchNorm`` that gsbn runs becomes `gsbn.torch.SyncBatchNorm`. With `trace`, so does
-    that of each module whose ``forward`` was traced and changed. With `linear`, each other ``nn.Linear`` becomes a
-    `gsbn.torch.Linear`.
-    ``print`` the result to see what was converted.
+    The modules keep their places, parameters, hooks and dtypes. The names in the state_dict stay the same, and an
+    existing optimiser continues to work. Only classes change. An ``nn.Sequential`` becomes a `gsbn.torch.Sequential`,
+    which is a subclass. An instance of another subclass without a ``forward`` of its own gets a class that inherits
+    from both. Each ``nn.SyncBatchNorm`` that gsbn runs becomes a `gsbn.torch.SyncBatchNorm`. With `trace`, each module
+    whose ``forward`` was traced and changed gets a subclass of its class. With `linear`, each other ``nn.Linear``
+    becomes a `gsbn.torch.Linear`. ``print`` the result to see what was converted.
 
     Parameters
     ----------
     model : nn.Module
-        Changed in place; it may itself be an ``nn.Sequential``.
+        The model, which is changed in place. It may itself be an ``nn.Sequential``.
     scales : tuple of type
-        Classes of modules that compute ``x * self.scale``, whose only parameter `scale` has shape (O,) or one element.
-        Modules of other classes are never taken for a scale.
+        Classes of modules that compute ``x * self.scale`` and whose only parameter, `scale`, has shape (O,) or one
+        element. Modules of other classes are never treated as a scale.
     precision : {"highest", "high"}
         As in `gsbn.forward`, for all float32 layers: "high" allows TF32. PyTorch's own switches have no effect.
     trace : bool
-        Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and activation one after another,
-        where ``torch.fx`` can trace it. What it reads besides its inputs, its modules and `training` stays as it is
-        now.
+        Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and activation one after another, if
+        ``torch.fx`` can trace it. Whatever this ``forward`` reads besides its inputs, its modules and `training` stays
+        as it is now.
     linear : bool
-        Also convert each ``nn.Linear`` that is in no such row, as the last of a head. It changes float32 alone.
+        Also convert each ``nn.Linear`` that is not in such a row, for example the last one of a head. This changes only
+        float32.
 
     Returns
     -------
@@ -228,10 +229,10 @@ def convert(
 
     Notes
     -----
-    Every call decides again whether consecutive modules run as one call, or one by one as before;
-    `docs/guide/pytorch.md` says when. A frozen BatchNorm1d, in ``eval()`` inside a model in training, normalises with
-    its running statistics, as always. Under autocast y has autocast's dtype also after a scale, where PyTorch would
-    continue in float32.
+    Each call decides again whether consecutive modules run as one call, or one by one as before;
+    `docs/guide/pytorch.md` says when. A frozen BatchNorm1d (one in ``eval()`` inside a model in training) normalises
+    with its running statistics, as always. Under autocast, y has autocast's dtype even after a scale, where PyTorch
+    would continue in float32.
 
     Examples
     --------
@@ -316,7 +317,7 @@ def _convert_traced(
 
 
 def _linears(model: nn.Module, found: Conversion, precision: Precision) -> list[tuple[str, ...]]:
-    """Convert each nn.Linear that is in no row, and name it."""
+    """Convert each nn.Linear that is in no row, and return the names."""
     rows = {name for row in found.replaced for name in row}
     within = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _LAYERS))
     names: list[tuple[str, ...]] = []
@@ -330,7 +331,10 @@ def _linears(model: nn.Module, found: Conversion, precision: Precision) -> list[
 
 
 def _calls_apart(model: nn.Module, name: str, called: set[str]) -> bool:
-    """Whether the forwards that call these modules call those in this nn.Sequential one by one, or in one beside it."""
+    """Return whether a traced forward calls the children of this nn.Sequential, or of one beside it, one by one.
+
+    `name` is the name of the nn.Sequential, and `called` has the names of the modules that traced forwards call.
+    """
     apart = {other.rpartition(".")[0] for other in called} - called
     above = name.rpartition(".")[0]
     beside = any(other.rpartition(".")[0] == above for other in apart)
@@ -339,7 +343,7 @@ def _calls_apart(model: nn.Module, name: str, called: set[str]) -> bool:
 
 
 def _may_trace(module: Any) -> bool:
-    """Whether the module has a forward in Python that is not PyTorch's or gsbn's."""
+    """Return whether the module has a forward in Python that is neither PyTorch's nor gsbn's."""
     class_ = type(module)
     if isinstance(module, (torch.jit.ScriptModule, *_LAYERS)) or "forward" in vars(module):
         return False
@@ -347,15 +351,15 @@ def _may_trace(module: Any) -> bool:
 
 
 def revert(model: nn.Module) -> None:
-    """Undo `convert`: every `gsbn.torch.Sequential` in the model, or the model itself, has its own class again.
+    """Undo `convert`: give every `gsbn.torch.Sequential` in the model, also the model itself, its own class again.
 
-    Every `gsbn.torch.SyncBatchNorm` becomes an ``nn.SyncBatchNorm`` again, except in a layer of gsbn's, and every
-    `gsbn.torch.Linear` an ``nn.Linear``.
+    Every `gsbn.torch.SyncBatchNorm` becomes an ``nn.SyncBatchNorm`` again, except in a layer of gsbn, and every
+    `gsbn.torch.Linear` becomes an ``nn.Linear`` again.
 
     Parameters
     ----------
     model : nn.Module
-        Changed in place; its modules, parameters and state stay as they are.
+        The model, which is changed in place. Its modules, parameters and state stay as they are.
 
     Raises
     ------
@@ -402,7 +406,7 @@ _NO_ROW = f"it is not in an nn.Sequential, so code in a forward calls it: {_INST
 
 
 def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ...]:
-    """The steps of the Sequential in order: rows of modules, and children that are in no row."""
+    """Return the steps of the Sequential in order: rows of modules, and children that are in no row."""
     steps = list(children)
     for i in range(len(children) - 1, -1, -1):
         if isinstance(children[i], _NORMS):
@@ -414,12 +418,12 @@ def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ..
 
 
 def _places(i: int, row: Row) -> range:
-    """The indices of the children in a row whose norm is child i."""
+    """Return the indices of the children in the row whose norm is child i."""
     return range(i - (1 if row.scale is None else 2), i + (1 if row.activation is None else 2))
 
 
 def _hindrance(parent: Any, row: Row) -> str | None:
-    """The reason why a row of a Sequential cannot run as one call now, or None."""
+    """Return the reason why a row of a Sequential cannot run as one call now, or None."""
     if "forward" in vars(parent) or type(parent).forward not in (nn.Sequential.forward, Sequential.forward):
         return f"its row is a {title(parent)}, which has a forward of its own: {_INSTEAD}"
     return hindrance(row)

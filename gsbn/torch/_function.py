@@ -1,4 +1,4 @@
-"""linear_batch_norm, and the call of gsbn that it, the layer and converted models share."""
+"""Define linear_batch_norm, and the call of gsbn that this function, the layers and converted models share."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ from ._residual import added, check_residual
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
 _forward_ad: Any = torch.autograd.forward_ad
 _NO_LEVEL = SimpleNamespace(_current_level=-1)
-_level: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else _NO_LEVEL  # 0 or more: tensors have tangents
+_level: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else _NO_LEVEL  # >= 0 if tensors have tangents
 
 
 def is_transformed() -> bool:
-    """Whether torch.jit.trace, forward-mode differentiation or a transform of torch.func is active: PyTorch's own
-    modules must run then."""
+    """Return whether torch.jit.trace, forward-mode differentiation or a transform of torch.func is active.
+
+    PyTorch's own modules must run then.
+    """
     return not is_compiling() and (_trace() is not None or transforms() or _level._current_level >= 0)
 
 
@@ -75,11 +77,11 @@ def linear_batch_norm(
     groups: int = 1,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`gsbn.forward` for PyTorch, with support for autograd, autocast and torch.compile.
+    """Compute `gsbn.forward` on PyTorch's tensors, with support for autograd, autocast and torch.compile.
 
     Under ``torch.autocast`` x and weight are cast as in ``nn.Linear``, and y has autocast's dtype; the vectors are not
-    cast. Each gradient has the dtype of its argument. Second derivatives (``create_graph=True``) and batched gradients
-    compute the call again, by PyTorch's own operators.
+    cast. Each gradient has the dtype of its argument. For second derivatives (``create_graph=True``) and batched
+    gradients, PyTorch's own operators compute the call again.
 
     Parameters
     ----------
@@ -88,36 +90,37 @@ def linear_batch_norm(
         ``BatchNorm2d``. x is not copied if its features are adjacent in memory, as in ``z.transpose(1, 2)`` of a
         contiguous (N, L, I) tensor, and in ``torch.channels_last``.
     weight : (O, I) tensor, or (O, I, 1) or (O, I, 1, 1) of a convolution, which then says how many dimensions x has
-        x's dtype, except under autocast.
+        It has x's dtype, except under autocast.
     scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : tensor, optional
     training, momentum, eps, activation, precision, gemm
         As in `gsbn.forward`.
     process_group : torch.distributed.ProcessGroup, optional
-        In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``. All ranks must
-        then call the forward and the backward; the number of rows of a rank may differ and may be 0. None uses this
-        rank's rows alone. It has no effect in inference, or with one rank.
+        In training the statistics are those of the rows of all ranks of this group, as with ``nn.SyncBatchNorm``. All
+        ranks must then call the forward and the backward. Ranks may have different numbers of rows, even 0. None uses
+        only the rows of this rank. The group has no effect in inference, or if it has one rank.
     renorm : Renorm, (r_max, d_max), or tensor of two elements, optional
         Batch renormalisation in training, as in `gsbn.forward`.
     groups : int
-        Ghost batch normalisation in training, as in `gsbn.forward`, but not with `process_group`. `groups` divides N.
+        The number of ghost batches in training, as in `gsbn.forward`. It must divide N, and be 1 with `process_group`.
     residual : tensor of y's shape, optional
-        Added before the activation, as ``activation(batch_norm(linear(x)) + residual)`` in PyTorch: if its dtype is
-        another, such as float32 under autocast, y has the wider of the two. For a matrix of y's dtype on a GPU one
-        launch does this and the activation; elsewhere PyTorch's own operators do.
+        A tensor that is added before the activation: ``activation(batch_norm(linear(x)) + residual)``. If it has
+        another dtype, such as float32 under autocast, y has the wider of the two dtypes, as in PyTorch. For a matrix of
+        y's dtype on a GPU, one launch adds it and applies the activation. Otherwise PyTorch's own operators do this.
 
     Returns
     -------
     y : (B, O), (N, O, L) or (N, O, H, W) tensor
-        x's dtype; under autocast, autocast's dtype. With more than two dimensions the features are adjacent in memory.
-        Where they are not in x, y of a convolution is contiguous; so it is of any weight where gsbn has a kernel for
-        contiguous x: in 16 bits on Hopper, where L (or H W) is a multiple of 8 from 64 on, without a scale.
+        It has x's dtype or, under autocast, autocast's dtype. If y has more than two dimensions, its features are
+        adjacent in memory, with two exceptions. y of a convolution is contiguous if the features of x are not adjacent.
+        y of any weight is contiguous where gsbn has a kernel for contiguous x: in 16 bits on Hopper, without a scale,
+        if L (or H W) is a multiple of 8 and at least 64.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, ImportError
-        As `gsbn.forward` (x of three dimensions is read as (N, I, L)) and, with `process_group`, as `gsbn.group`.
-        RuntimeError also for second derivatives under autocast or with a process group, and inside
-        ``torch.jit.trace``, forward-mode differentiation and the transforms of ``torch.func``.
+        As for `gsbn.forward` (x of three dimensions is read as (N, I, L)) and, with `process_group`, as for
+        `gsbn.group`. RuntimeError is also raised for second derivatives under autocast or with a process group, and
+        inside ``torch.jit.trace``, forward-mode differentiation and the transforms of ``torch.func``.
 
     Examples
     --------
@@ -155,7 +158,7 @@ def call(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, activation: Any,
     process_group: Any = None, renorm: Any = None, groups: int = 1, residual: Any = None,
 ) -> Any:  # fmt: skip
-    """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
+    """Compute `linear_batch_norm`; `state` has the statistics, `options` (training, momentum, eps, precision, gemm)."""
     if residual is not None:
         checked_activation(activation)
         check_residual(residual, x, weight)
@@ -186,7 +189,7 @@ def call(
         rows = x.movedim(1, -1).reshape(n * prod(sizes), features)
         of_rows = weight.flatten(1), bias, scale, gamma, beta, state, options, activation
         y = call(rows, *of_rows, process_group, renorm, groups)
-        if prod(sizes) == 1 and x.stride(-1) == 1:  # of both layouts that y has, PyTorch's choice for such an x
+        if prod(sizes) == 1 and x.stride(-1) == 1:  # both layouts fit y: take PyTorch's choice for such an x
             return y.view(n, weight.shape[0], *sizes)
         y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
         return y if in_rows(x) or not conv else y.contiguous()
@@ -202,12 +205,12 @@ def call(
     )
     if is_compiling() or is_watched():
         training, *more = options
-        # Not torch.compiler.is_exporting(), which some versions of torch.compile replace by True.
+        # This is not torch.compiler.is_exporting(), because some versions of torch.compile replace that by True.
         if getattr(torch.compiler, "_is_exporting_flag", False) and not training:
             differentiate = False  # an exported inference keeps nothing for a backward
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
-        # A compiled backward makes dweight of a weight that autocast casts in float32: a cast of its own would read and
-        # write it again.
+        # If autocast casts the weight, a compiled backward makes dweight in float32: a separate cast would read and
+        # write dweight again.
         wide = differentiate and x.is_cuda and is_compiling() and widens(dtype, weight)
         tensors = (cast(x, dtype), weight if wide else cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
@@ -224,17 +227,19 @@ def call(
 
 
 def _recorded_limits(renorm: Any) -> tuple[Any, Any]:
-    """`renorm` as a recorded program has it: numbers or None, and a tensor or None."""
+    """Return `renorm` in the form that a recorded program has: numbers or None, and a tensor or None."""
     if renorm is None or isinstance(renorm, Tensor):
         return None, renorm
-    if isinstance(renorm, Renorm):  # checked, and perhaps of symbols
+    if isinstance(renorm, Renorm):  # it was checked, and may hold symbols
         return [float(limit) for limit in renorm], None
     return list(map(float, renorm_of(renorm))), None
 
 
 def in_rows(x: Any) -> bool:
-    """Whether x (N, C, ...) is a matrix of evenly spaced rows of C adjacent features, so that it needs no copy. With
-    one feature both layouts are the same memory, and x counts as contiguous, as in PyTorch."""
+    """Return whether x (N, C, ...) is a matrix of evenly spaced rows of C adjacent features, so that it needs no copy.
+
+    With one feature both layouts are the same memory, and x counts as contiguous, as in PyTorch.
+    """
     (n, features, *sizes), (of_n, of_features, *more) = x.shape, x.stride()
     if prod(sizes) == 1:
         return True
@@ -255,7 +260,7 @@ def check_features(x: Any, features: int) -> None:
 
 
 class _Whole(Function):
-    """The whole forward and backward as one autograd node; autograd calls them with grad mode off."""
+    """One autograd node for the whole forward and backward. Autograd calls both with grad mode off."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, more: Any) -> Any:
@@ -278,7 +283,10 @@ class _Whole(Function):
 
 
 class _Linear(Function):
-    """The forward of a large call, and the second half of its backward: from dg, made by `_Norm`, to dx and dweight."""
+    """An autograd node for the forward of a large call and the second half of its backward.
+
+    This half computes dx and dweight from dg, which `_Norm` has made.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
@@ -286,7 +294,7 @@ class _Linear(Function):
         given = Given.of((weight, *vectors), more[1][2], connected=saved.x is x)
         x, weight = _operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
-        ctx.cast = weight if how.wide else None  # a cast that only gsbn holds
+        ctx.cast = weight if how.wide else None  # a cast weight that only gsbn holds
         ctx.how, ctx.given = how, given
         between += (saved.deviations, saved.vectors, how, given)
         return y
@@ -301,7 +309,7 @@ class _Linear(Function):
         dg = dg.resolve_neg()
         if not how.wide:
             return *_products(how, dg, *ctx.saved_tensors), None, None, None
-        # Free the cast weight before making dweight, which has twice its bytes.
+        # Free the cast weight before making dweight, which has twice as many bytes.
         dx = dweight = None
         if of_x:
             dx, _ = _products(how._replace(needs=("x",)), dg, None, ctx.cast)
@@ -313,7 +321,10 @@ class _Linear(Function):
 
 
 class _Norm(Function):
-    """The first half of the backward of a large call: from dy to dg. Its forward returns y unchanged."""
+    """An autograd node for the first half of a large call's backward, from dy to dg.
+
+    Its forward returns y unchanged.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Any, bias: Any, scale: Any, gamma: Any, beta: Any, between: Any) -> Any:
@@ -329,7 +340,7 @@ class _Norm(Function):
         how = ctx.how._replace(needs=needed_of((through, False, *vectors)), linear=False)
         deviations, of_features = ctx.saved_tensors
         if goes_again(dy):
-            linear, _ = ctx.next_functions[0]  # this node has x if any has
+            linear, _ = ctx.next_functions[0]  # if any node keeps x, this one does
             x = None if linear is None else linear.saved_tensors[0]
             dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
             return dg, *found, None
@@ -343,8 +354,9 @@ def _apply(
 ) -> Any:
     more = state, options, dtype
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second node costs 40 us on
-    # the host; a GPU processes some millions of elements in that time. One node if one launch makes dg and both
-    # products, because dg is then never written; or both products of few rows, beside whose weight dy is small.
+    # the host; a GPU processes some millions of elements in that time. One node serves if one launch makes dg and both
+    # products, because dg is then never written. It also serves if one launch makes both products of few rows, because
+    # dy is then small beside the weight.
     name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
     whole = options[0] and options[-1] == 1 and makes_both_products(name, rows, *weight.shape)
     whole = whole or (rows <= DUAL_ROWS[-1] and weight.dtype.itemsize == 2)
@@ -356,7 +368,7 @@ def _apply(
 
 
 def _apply_of(node: Any) -> Any:
-    """The base class's apply: Function.apply takes 3 us to check for torch.func, whose tensors gsbn refuses anyway."""
+    """Return the base class's apply: Function.apply takes 3 us to check for torch.func, whose tensors gsbn refuses."""
     return super(Function, node).apply
 
 
@@ -373,26 +385,27 @@ def _forward(
 
 
 def _operands(saved: Saved, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
-    """x and weight, each None unless a backward reads it: then a cast is freed, and the original may change.
+    """Return x and weight, each None if no backward reads it: a cast is then freed, and the original may change.
 
-    The backward reads x for dweight alone, but second derivatives and batched gradients compute the call again.
+    The backward reads x only for dweight, but second derivatives and batched gradients also read it, to compute the
+    call again.
     """
     x, weight = saved.x, saved.weight
-    if not x.is_cuda:  # the backward on the CPU takes both
+    if not x.is_cuda:  # the backward on the CPU reads both
         return x, weight
     reads_weight = makes_both_products(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
     return x if of_x or of_weight else None, weight if of_x or reads_weight else None
 
 
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
-    """All six gradients."""
+    """Return all six gradients."""
     if not dy.is_cuda:
         return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
     return backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors), how)[0]
 
 
 def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
-    """dg and the gradients of bias, scale, gamma and beta."""
+    """Return dg and the gradients of bias, scale, gamma and beta."""
     (_, _, *of_vectors), made = backward_run(kind_of_tensor(dy), (dy, None, None, deviations, vectors), how)
     dg = None
     if how.needs[:1] == ("x",):
@@ -403,5 +416,5 @@ def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
 
 
 def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
-    """dx and dweight."""
+    """Return dx and dweight."""
     return backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)[0][:2]

@@ -1,4 +1,4 @@
-"""GhostBatchNorm1d: the module of ghost batch normalisation, in PyTorch's own operators."""
+"""Define GhostBatchNorm1d, which computes ghost batch normalisation by PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from .._values import ghost_count
 
 
 class GhostBatchNorm1d(nn.BatchNorm1d):
-    """Ghost batch normalisation (Hoffer et al. 2017): an ``nn.BatchNorm1d`` that is called for each ghost batch.
+    """Apply ghost batch normalisation (Hoffer et al. 2017): call an ``nn.BatchNorm1d`` for each ghost batch.
 
-    The batch is cut into `groups` ghost batches of consecutive rows. Each is normalised with its own statistics, and
-    updates the running statistics, in order. `LinearBatchNorm1d` with `groups` has this module as its `norm`, and
-    `convert` takes it behind an ``nn.Linear``. Called by itself it is a loop; ``torch.jit.script`` supports it in
-    ``eval()`` only, and ``nn.SyncBatchNorm.convert_sync_batchnorm`` would replace it. Parameters, buffers and their
-    names are those of ``nn.BatchNorm1d``: each loads the other's state_dict, and in ``eval()`` both compute the same.
+    The batch is cut into `groups` ghost batches of consecutive rows. Each ghost batch is normalised with its own
+    statistics. The ghost batches update the running statistics one after another. `LinearBatchNorm1d` with `groups` has
+    this module as its `norm`, and `convert` accepts it after an ``nn.Linear``. If it is called by itself, it loops over
+    the ghost batches. ``torch.jit.script`` supports it in ``eval()`` only. ``nn.SyncBatchNorm.convert_sync_batchnorm``
+    would replace it. Its parameters and buffers and their names are those of ``nn.BatchNorm1d``: each of the two
+    modules loads the other's state_dict, and in ``eval()`` both compute the same.
 
     Parameters
     ----------
     num_features : int
     groups : int
-        The number of ghost batches, a divisor of N. pytorch-tabnet gives the rows of one instead: `groups` is N /
-        virtual_batch_size.
+        The number of ghost batches, which must divide N. pytorch-tabnet sets the number of rows of a ghost batch
+        instead: `groups` is N / virtual_batch_size.
     eps, momentum, affine, track_running_stats, device, dtype
         As for ``nn.BatchNorm1d``.
 
     Raises
     ------
     TypeError, ValueError
-        `groups` is not an int, or below 1. In a call in training: it does not divide N, or a ghost batch has one value
-        per channel.
+        `groups` is not an int, or it is below 1. In training, a call also raises if `groups` does not divide N, or if a
+        ghost batch has one value per channel.
 
     Attributes
     ----------
     groups : int
-        It may be changed at any time.
+        The number of ghost batches. It may be changed at any time.
 
     Examples
     --------
@@ -63,7 +64,7 @@ class GhostBatchNorm1d(nn.BatchNorm1d):
         self.groups = groups
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C) or (N, C, L) to the same shape; a ghost batch is N / groups samples."""
+        """Normalise an input (N, C) or (N, C, L), and keep its shape. A ghost batch has N / groups samples."""
         if self.groups == 1 or not (self.training or self.running_mean is None):
             return super().forward(input)
         ghost_count(self.groups, input.shape[0])
@@ -71,7 +72,7 @@ class GhostBatchNorm1d(nn.BatchNorm1d):
         return torch.cat([forward(run) for run in input.tensor_split(self.groups)])
 
     def __prepare_scriptable__(self) -> nn.BatchNorm1d:
-        """For torch.jit.script: in inference it is an nn.BatchNorm1d."""
+        """Return an nn.BatchNorm1d, which computes the same in inference, for torch.jit.script."""
         if self.training:
             raise RuntimeError("GhostBatchNorm1d: torch.jit.script supports it in eval() only")
         made = nn.BatchNorm1d(1, device="meta")

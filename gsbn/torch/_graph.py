@@ -1,4 +1,4 @@
-"""A pass over graphs of torch.fx: gsbn runs linear, scale, batch_norm and activation, whatever `forward` calls them."""
+"""Change torch.fx graphs so that gsbn runs linear, scale, batch_norm and activation, whatever `forward` calls them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ._function import call
 
 _log = logging.getLogger("gsbn.torch")
 
-# The parameters of PyTorch's functions, by name
+# The names of the parameters of PyTorch's functions
 _LINEAR = {functional.linear: ("input", "weight", "bias")}
 _NORM = {
     functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", ""),
 }
-_TENSORS = ("bias", "weight", "running_mean", "running_var")  # that may be absent
+_TENSORS = ("bias", "weight", "running_mean", "running_var")  # tensors that may be absent
 _DEFAULTS = {**dict.fromkeys(_TENSORS), "training": False, "momentum": 0.1, "eps": 1e-5}
 _TIMES = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
-# Calls that write nothing, besides those above
+# Further calls that write nothing
 _PURE = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.getitem, torch.cat)
 _DTYPES = [getattr(torch, name) for name in DTYPES]
 
 
 class Calls(NamedTuple):
-    """Nodes of a graph that one call may replace."""
+    """The nodes of a graph that one call of gsbn may replace."""
 
     linear: Any
     scale: Node | None
@@ -51,13 +51,16 @@ def one_call(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float | None, gamma: Tensor | None,
     beta: Tensor | None, state: tuple[Tensor | None, ...], options: tuple[Any, ...], activation: Activation | None,
 ) -> Tensor:  # fmt: skip
-    """What the pass puts into a graph. Each run of it, or a compiler that looks into it, decides as any call does."""
+    """Compute a row; the pass puts this function into a graph in place of the row.
+
+    Each run decides like any other call how to compute it, and so does a compiler that traces this function.
+    """
     y: Tensor = call(x, weight, bias, scale, gamma, beta, state, options, activation)
     return y
 
 
 def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -> int:
-    """Put `one_call` in the place of calls in a graph that Dynamo captured; return how many it put there."""
+    """Put `one_call` in the place of rows in a graph that Dynamo captured, and return how many rows were replaced."""
     replaced = total = 0
     for row in list(rows(graph, _kind)):
         total += 1
@@ -71,9 +74,11 @@ def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -
 
 
 def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
-    """Each batch norm with the calls around it; `kind` says "linear", "times", "norm" or "activation" of a node.
+    """Yield each batch norm of a graph with the calls around it.
 
-    `linear` is None if it does not follow one, or if anything else uses what lies between, or may write its operands.
+    `kind` returns "linear", "times", "norm" or "activation" for a node, or None. The `linear` of a row is None if the
+    batch norm does not follow a linear, if another node uses a result between them, or if another node may write the
+    operands of the linear.
     """
     for norm in graph.nodes:
         if kind(norm) == "norm":
@@ -89,7 +94,7 @@ def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
 
 
 def _stand_together(steps: list[Any], kind: Callable[[Node], str | None]) -> bool:
-    """Whether nothing else uses what lies between, and nothing there can write x, the weight or the bias."""
+    """Return whether no other node uses the results of these steps before the last, or can write x, weight or bias."""
     node, last = steps[0], steps[-1]
     while node is not last:
         harmless = node in steps or node.op == "get_attr" or node.target in ("item", "size", one_call, *_PURE)
@@ -100,7 +105,7 @@ def _stand_together(steps: list[Any], kind: Callable[[Node], str | None]) -> boo
 
 
 def replace_calls(graph: Graph, row: Calls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Call the function in the place of the row."""
+    """Replace the nodes of a row by a call of the function."""
     with graph.inserting_before(row.norm):
         y = graph.call_function(function, arguments)
     y.meta = dict(row.last.meta)
@@ -111,7 +116,7 @@ def replace_calls(graph: Graph, row: Calls, function: Callable[..., Any], argume
 
 
 def other_operand(row: Calls) -> Any:
-    """What the multiplication multiplies the Linear's output by, or None."""
+    """Return the operand by which the Linear's output is multiplied, or None if there is no multiplication."""
     if row.scale is None:
         return None
     return row.scale.args[1] if row.scale.args[0] is row.linear else row.scale.args[0]
@@ -131,7 +136,7 @@ def _substitute(graph: Graph, row: Calls, precision: Precision) -> None:
 
 
 def _computes_the_same(row: Calls) -> bool:
-    """Whether one call of gsbn gives what these calls do."""
+    """Return whether one call of gsbn gives the same result as these calls."""
     linear, norm = _arguments(row.linear), _arguments(row.norm)
     if not isinstance(norm["training"], bool) or not isinstance(norm["momentum"], (float, int, Node)):
         return False
@@ -160,7 +165,7 @@ def _computes_the_same(row: Calls) -> bool:
 
 
 def _is_factor(factor: Any, y: Tensor) -> bool:
-    """Whether the operand beside the Linear's output is a number, or a scale for its features."""
+    """Return whether the operand beside the Linear's output is a number, or a scale for the output's features."""
     if not isinstance(factor, Node):
         return isinstance(factor, (int, float)) and not isinstance(factor, bool)
     value = _value(factor)
@@ -170,7 +175,7 @@ def _is_factor(factor: Any, y: Tensor) -> bool:
 
 
 def _count_before(norm: Node) -> Node | None:
-    """The call that adds 1 to num_batches_tracked, if it stands right before this batch norm: gsbn adds it."""
+    """Return the call just before this batch norm that adds 1 to num_batches_tracked, or None; gsbn adds it itself."""
     node = norm.prev
     while node.op != "root" and node.target == "item":
         node = node.prev
@@ -185,7 +190,7 @@ def _is_count(node: Node) -> bool:
 
 
 def _kind(node: Node) -> str | None:
-    """What a node of Dynamo's graph calls."""
+    """Return the kind of call that a node of Dynamo's graph makes, for `rows`."""
     if node.op not in ("call_function", "call_method"):
         return None
     if node.target in _LINEAR or node.target in _NORM:
@@ -194,7 +199,7 @@ def _kind(node: Node) -> str | None:
 
 
 def functional_kind(node: Node) -> str | None:
-    """ "times" or "activation", if the node calls a function or a method that does this."""
+    """Return "times" or "activation" if the node calls a function or a method that does this, else None."""
     if node.op in ("call_function", "call_method") and node.target in _TIMES and len(node.args) == 2:
         return None if node.kwargs else "times"
     return None if of_call(node) is None else "activation"
@@ -206,11 +211,11 @@ def _input(node: Node) -> Node | None:
 
 
 def _value(node: Any) -> Any:
-    """The fake tensor that Dynamo computed for a node."""
+    """Return the fake tensor that Dynamo computed for a node."""
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a call of `_LINEAR` or `_NORM` by name."""
+    """Return the arguments of a call of `_LINEAR` or `_NORM` by name."""
     names = {**_LINEAR, **_NORM}[node.target]
     return {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}

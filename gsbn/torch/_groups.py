@@ -1,4 +1,4 @@
-"""group, and the one `gsbn.Group` per ProcessGroup that all layers share."""
+"""Define `group`, and keep the one `gsbn.Group` per ProcessGroup that all layers share."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
 
 def world() -> Any:
-    """The ProcessGroup of all ranks; None without torch.distributed."""
+    """Return the ProcessGroup of all ranks, or None without torch.distributed."""
     return distributed.group.WORLD if distributed.is_available() else None
 
 
 def name_of(process_group: Any) -> str | None:
-    """torch's name of the ProcessGroup, for recorded programs; None if it has no other rank."""
+    """Return torch's name of the ProcessGroup, for recorded programs, or None if the ProcessGroup has no other rank."""
     return process_group.group_name if _has_others(process_group) else None
 
 
 def group_named(device: Any, name: str | None = None) -> Group | None:
-    """`group_of` the ProcessGroup with this name."""
+    """Return `group_of` for the ProcessGroup with this name, or None without a name."""
     return None if name is None else group_of(distributed.distributed_c10d._resolve_process_group(name), device)
 
 
 def group_of(process_group: Any, device: torch.device | None = None) -> Group | None:
-    """The group of a ProcessGroup, for tensors on a device; None if it has no other rank. The first call makes the
-    group, so all ranks must make it."""
+    """Return the group of a ProcessGroup for tensors on a device, or None if the ProcessGroup has no other rank.
+
+    The first call makes the group, so all ranks must make this call.
+    """
     if not _has_others(process_group):
         return None
     found = _groups.get(process_group)
@@ -49,19 +51,19 @@ def group(
 ) -> Group | None:
     """Set up the exchange of statistics over a ProcessGroup, with these options, before the first call of its layers.
 
-    Collective: every rank of the ProcessGroup calls it once. All layers over the ProcessGroup share the result. Without
-    this call the first call of a layer sets up the exchange.
+    The call is collective: every rank of the ProcessGroup makes it once. All layers that use the ProcessGroup share the
+    result. Without this call, the first call of a layer sets up the exchange.
 
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup, optional
-        The `process_group` of the layers; None is the group of all ranks.
+        The `process_group` of the layers. None means the group of all ranks.
     timeout : float, optional
-        The longest time that a call waits for the other ranks, in seconds; None is the timeout of the ProcessGroup.
+        The longest time that a call waits for the other ranks, in seconds. None means the timeout of the ProcessGroup.
     peer_memory : bool
         As in `gsbn.group`: whether GPUs may write to each other's memory.
     device : torch.device, optional
-        The device of the layers' inputs; None is the device that the ProcessGroup is bound to, or the current one.
+        The device of the layers' inputs. None means the device that the ProcessGroup is bound to, or the current one.
 
     Returns
     -------
@@ -71,7 +73,7 @@ def group(
     Raises
     ------
     TypeError, ValueError
-        As `gsbn.group`; also if `process_group` is not a ProcessGroup.
+        As for `gsbn.group`, and if `process_group` is not a ProcessGroup.
     RuntimeError
         The ProcessGroup has a group already, or a rank does not make the call before the timeout.
 
@@ -103,7 +105,7 @@ def _make(process_group: Any, device: torch.device, timeout: float | None, peer_
 
 
 def _timeout_of(process_group: Any, device: torch.device) -> float:
-    """The timeout of the ProcessGroup in seconds; torch's default if it has none."""
+    """Return the timeout of the ProcessGroup in seconds, or torch's default if it has none."""
     for kind in (device, torch.device("cpu"), torch.device("cuda")):
         try:
             return float(process_group._get_backend(kind).options._timeout.total_seconds())
@@ -113,7 +115,10 @@ def _timeout_of(process_group: Any, device: torch.device) -> float:
 
 
 def _has_others(process_group: Any) -> bool:
-    """Whether it has other ranks. As in nn.SyncBatchNorm, a rank that is not a member uses its own rows alone."""
+    """Return whether the ProcessGroup has other ranks.
+
+    As in nn.SyncBatchNorm, a rank that is not a member uses only its own rows.
+    """
     check_group(process_group)
     if process_group is None or _is_no_member(process_group) or not distributed.is_initialized():
         return False
@@ -121,7 +126,7 @@ def _has_others(process_group: Any) -> bool:
 
 
 def check_group(process_group: Any) -> None:
-    """Raise TypeError if it is not a ProcessGroup or None."""
+    """Raise TypeError if the argument is neither a ProcessGroup nor None."""
     if process_group is None or _is_no_member(process_group):
         return
     if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):
@@ -129,5 +134,5 @@ def check_group(process_group: Any) -> None:
 
 
 def _is_no_member(process_group: Any) -> bool:
-    """Whether it is the object that torch returns to ranks that are not in a new group."""
+    """Return whether the argument is the object that torch returns to ranks that are not in a new group."""
     return distributed.is_available() and process_group is distributed.GroupMember.NON_GROUP_MEMBER

@@ -1,4 +1,4 @@
-"""LinearBatchNorm1d: the layer."""
+"""Define the layer LinearBatchNorm1d."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ._renorm import BatchRenorm1d
 
 
 class LinearBatchNorm1d(nn.Module):
-    """Linear, optional scale, BatchNorm1d and optional activation in one call of gsbn.
+    """Run Linear, an optional scale, BatchNorm1d and an optional activation as one call of gsbn.
 
     `linear` is an ``nn.Linear`` and `norm` an ``nn.BatchNorm1d``, with their usual initialisation. They hold the
-    parameters and the running statistics; the layer reads these and does not call the modules. It calls both modules,
-    and not gsbn, if one of them is not plain (it has hooks or a parametrization, or was replaced by something else),
+    parameters and the running statistics. The layer reads these and does not call the modules. It calls both modules
+    instead of gsbn if one of them is not plain (it has hooks or a parametrization, or was replaced by something else),
     and under ``torch.jit.trace`` and ``torch.func``.
 
     Parameters
@@ -36,29 +36,32 @@ class LinearBatchNorm1d(nn.Module):
     bias : bool
         Whether the Linear has a bias. In training it has no effect on y, because BatchNorm1d subtracts the mean.
     scale : bool
-        Whether the layer has a parameter `scale` (out_features,) after the Linear, initialised to 1.
+        Whether the layer has a parameter `scale` of shape (out_features,), which multiplies the output of the Linear.
+        It is initialised to 1.
     affine, eps, momentum, track_running_stats
         As in ``nn.BatchNorm1d``.
     activation : {"relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "elu"} or tuple, optional
-        Applied to the output, as in `gsbn.forward`: ``("leaky_relu", 0.2)`` gives a slope, ``("elu", 0.5)`` an alpha.
+        The activation that is applied to the output, as in `gsbn.forward`. ``("leaky_relu", 0.2)`` sets the slope,
+        ``("elu", 0.5)`` sets alpha.
     device, dtype
         The device and the dtype of the parameters.
     precision, gemm : str
         As in `gsbn.forward`.
     process_group : torch.distributed.ProcessGroup, optional
-        In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``, and `norm` is a
-        `gsbn.torch.SyncBatchNorm`. None uses this rank's rows alone.
+        In training the statistics are those of the rows of all ranks of this group, as with ``nn.SyncBatchNorm``.
+        `norm` is then a `gsbn.torch.SyncBatchNorm`. None uses only the rows of this rank.
     renorm : Renorm, (r_max, d_max), or tensor of two elements, optional
-        Batch renormalisation, as in `gsbn.forward`: `norm` is then a `gsbn.torch.BatchRenorm1d`.
+        Batch renormalisation, as in `gsbn.forward`. `norm` is then a `gsbn.torch.BatchRenorm1d`.
     groups : int
-        Ghost batch normalisation, as in `gsbn.forward`: `norm` is then a `gsbn.torch.GhostBatchNorm1d`. Not with
-        `process_group` or `renorm`.
+        The number of ghost batches, as in `gsbn.forward`. If it is above 1, `norm` is a `gsbn.torch.GhostBatchNorm1d`,
+        and `process_group` and `renorm` must be None.
 
     Raises
     ------
     TypeError, ValueError
         `activation`, `precision` or `gemm` is not an allowed value, `process_group` is not a ProcessGroup, `renorm` is
-        wrong or has no running statistics, or `groups` is not a positive int, or above 1 with one of these.
+        wrong or is given without running statistics, or `groups` is not a positive int or is above 1 with
+        `process_group` or `renorm`.
 
     Attributes
     ----------
@@ -67,17 +70,17 @@ class LinearBatchNorm1d(nn.Module):
     scale : Parameter or None
     activation : str, tuple or None
     precision, gemm : str
-        They may be changed at any time.
+        Both may be changed at any time.
 
     Notes
     -----
-    The input is (N, in_features) or, as for ``BatchNorm1d``, (N, in_features, L); the output is (N, out_features) or
-    (N, out_features, L). ``nn.Linear`` takes (N, L, in_features) instead: pass ``x.transpose(1, 2)``, which is not
-    copied; a contiguous (N, in_features, L) is copied, but in 16 bits on Hopper not if L is a multiple of 8 from 64 on.
-    Without it a ValueError says how x was read, unless L and in_features are equal. A residual of y's shape, a second
-    argument, is added before the activation, as by `linear_batch_norm`.
-    ``train()`` and ``eval()`` work as for BatchNorm1d; the layer reads `norm.training`. Names in the ``state_dict``:
-    ``scale``, ``linear.weight``, ``linear.bias``, ``norm.weight``, ``norm.bias``, ``norm.running_mean``,
+    The input is (N, in_features) or, as for ``BatchNorm1d``, (N, in_features, L). The output is (N, out_features) or
+    (N, out_features, L). If x is (N, L, in_features), as for ``nn.Linear``, pass ``x.transpose(1, 2)``, which is not
+    copied. Without the transpose a ValueError says how x was read, unless L and in_features are equal. A contiguous (N,
+    in_features, L) is copied, except in 16 bits on Hopper if L is a multiple of 8 and at least 64. The layer's optional
+    second argument is a residual of y's shape, which is added before the activation, as in `linear_batch_norm`.
+    ``train()`` and ``eval()`` work as for BatchNorm1d; the layer reads `norm.training`. The names in the ``state_dict``
+    are ``scale``, ``linear.weight``, ``linear.bias``, ``norm.weight``, ``norm.bias``, ``norm.running_mean``,
     ``norm.running_var`` and ``norm.num_batches_tracked``.
 
     Examples
@@ -88,7 +91,7 @@ class LinearBatchNorm1d(nn.Module):
     >>> layer(torch.randn(256, 64)).shape
     torch.Size([256, 32])
 
-    With a residual, relu(norm(linear(x)) + residual):
+    With a residual the layer computes relu(norm(linear(x)) + residual):
 
     >>> layer(torch.randn(256, 64), torch.randn(256, 32)).shape
     torch.Size([256, 32])
@@ -157,19 +160,19 @@ class LinearBatchNorm1d(nn.Module):
         precision: Precision = "highest",
         gemm: Gemm = "auto",
     ) -> LinearBatchNorm1d:
-        """Make a layer of modules that exist.
+        """Make a layer from existing modules.
 
         The layer uses the modules themselves, not copies: parameters, running statistics, hooks, mode and device are
-        shared, and an optimiser that exists continues to work.
+        shared, and an existing optimiser continues to work.
 
         Parameters
         ----------
         linear : nn.Linear
-            Becomes `layer.linear`.
+            The module that becomes `layer.linear`.
         norm : nn.BatchNorm1d or nn.SyncBatchNorm
-            Becomes `layer.norm`; of as many features as `linear` has outputs.
+            A module with as many features as `linear` has outputs. It becomes `layer.norm`.
         scale : Parameter, optional
-            (out_features,) or one element; becomes `layer.scale`.
+            A parameter of shape (out_features,) or with one element. It becomes `layer.scale`.
         activation, precision, gemm
             As for `LinearBatchNorm1d`.
 
@@ -180,12 +183,12 @@ class LinearBatchNorm1d(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            An argument is of another type, a module is lazy and has not run, or the numbers of features differ.
+            An argument has a wrong type, a module is lazy and has not run, or the numbers of features differ.
 
         Notes
         -----
-        The names in the state_dict are those of any layer, ``linear.*`` and ``norm.*``. To load a checkpoint that has
-        the names of the modules, load it before this call, or rename its keys as in `docs/guide/pytorch.md`.
+        The names in the state_dict are those of any layer, ``linear.*`` and ``norm.*``. If a checkpoint has the names
+        that the modules have in the model, load it before this call, or rename its keys as in `docs/guide/pytorch.md`.
 
         Examples
         --------
@@ -228,14 +231,14 @@ class LinearBatchNorm1d(nn.Module):
         return made
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Compute y from x, and from a residual of y's shape that is added before the activation, if there is one."""
+        """Compute y from x. If there is a residual, which has y's shape, add it before the activation."""
         modules, parameters = self._modules, self._parameters
         linear: Any = modules["linear"]
         norm: Any = modules["norm"]
         scale: Any = parameters["scale"] if "scale" in parameters else self.scale  # noqa: SIM401  what get() would ask
         if are_plain(x, linear, norm):
             return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm, residual)
-        if isinstance(x, Proxy) and x.tracer.root is not self:  # torch.fx: one node, as a module of PyTorch's
+        if isinstance(x, Proxy) and x.tracer.root is not self:  # one node for torch.fx, as for PyTorch's modules
             node: Any = x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
             return cast(Tensor, node)
         if not isinstance(x, Proxy):
@@ -249,7 +252,7 @@ class LinearBatchNorm1d(nn.Module):
         return y if self.activation is None else module_of(self.activation)(y)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """For torch.jit.script, which compiles PyTorch's own modules."""
+        """Return PyTorch's own modules in one module, which torch.jit.script compiles."""
         after = nn.Identity() if self.activation is None else module_of(self.activation)
         made = _Scriptable(self.linear, self.scale, self.norm, after)
         made.training = self.training
@@ -268,8 +271,9 @@ class LinearBatchNorm1d(nn.Module):
         Returns
         -------
         nn.Linear or nn.Sequential
-            A new Linear with bias, of the weight's dtype and device, computed in float64 by `gsbn.fold` from the
-            current running statistics; with an activation, ``nn.Sequential(Linear, …)`` with its module.
+            A new Linear with a bias, in the weight's dtype and on its device. `gsbn.fold` computes it in float64 from
+            the current running statistics. If the layer has an activation, ``nn.Sequential(Linear, …)`` with the
+            activation's module.
 
         Raises
         ------
@@ -302,7 +306,7 @@ class LinearBatchNorm1d(nn.Module):
 
 
 class _Scriptable(nn.Module):
-    """The layer's modules in sequence, with the same names in the state_dict."""
+    """A module that runs the layer's modules in sequence, with the same names in the state_dict."""
 
     def __init__(self, linear: nn.Linear, scale: nn.Parameter | None, norm: nn.BatchNorm1d, after: nn.Module) -> None:
         super().__init__()

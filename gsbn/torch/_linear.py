@@ -1,4 +1,4 @@
-"""linear, and the nn.Linear that `convert` makes of others with ``linear=True``."""
+"""Define `linear`, and the `Linear` that `convert` makes from an nn.Linear with ``linear=True``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ._again import apart
 from ._autograd import cast, goes_again, is_watched, kind_of_tensor, needed_of, widens
 from ._function import is_transformed, require_tensors
 
-# `Linear` calls gsbn from so many multiplications on: with fewer a training step waits for the host, which needs longer
-# for gsbn's autograd node than for PyTorch's.
+# `Linear` calls gsbn for at least so many multiplications. With fewer, a training step waits for the host, which needs
+# longer for gsbn's autograd node than for PyTorch's.
 LEAST_MULTIPLICATIONS = 2**31
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -39,17 +39,17 @@ def linear(
     precision: Precision = "highest",
     gemm: Gemm = "auto",
 ) -> Tensor:
-    """`gsbn.linear` for PyTorch: ``activation(x @ weight.T + bias)``, with support for autograd and autocast.
+    """Compute ``activation(x @ weight.T + bias)`` as `gsbn.linear` does, with support for autograd and autocast.
 
     On a CPU, under torch.compile, and inside ``torch.jit.trace``, forward-mode differentiation and the transforms of
-    ``torch.func`` it is PyTorch's own operators. Second derivatives and batched gradients are computed by these, too.
+    ``torch.func``, PyTorch's own operators compute it. They also compute second derivatives and batched gradients.
 
     Parameters
     ----------
     x : (..., I) tensor
         float32, float16, bfloat16 or float64.
     weight : (O, I) tensor
-        x's dtype, except under autocast, which casts both as in ``nn.Linear``.
+        It has x's dtype, except under autocast, which casts both as in ``nn.Linear``.
     bias : (O,) tensor, optional
     activation, precision, gemm
         As in `gsbn.linear`.
@@ -57,12 +57,12 @@ def linear(
     Returns
     -------
     y : (..., O) tensor
-        x's dtype; under autocast, autocast's dtype.
+        It has x's dtype or, under autocast, autocast's dtype.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, ImportError
-        As `gsbn.linear`. RuntimeError also for second derivatives under autocast.
+        As for `gsbn.linear`. RuntimeError is also raised for second derivatives under autocast.
 
     Examples
     --------
@@ -87,7 +87,7 @@ def linear(
 
 
 class _LinearCall(Function):
-    """The layer as one autograd node."""
+    """One autograd node for the forward and the backward of `linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, more: Any) -> Any:
@@ -128,7 +128,7 @@ class _LinearCall(Function):
 
 
 def _through(activation: Any, needs: tuple[str, ...], dy: Any, *operands: Any) -> list[Any]:
-    """The gradients of x, weight and bias, each None if it is not needed, by PyTorch's own operators."""
+    """Return the gradients of x, weight and bias, each None if not needed, computed by PyTorch's own operators."""
     create = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
         operands = tuple(apart(create, *operands))
@@ -141,10 +141,10 @@ def _through(activation: Any, needs: tuple[str, ...], dy: Any, *operands: Any) -
 
 
 class Linear(nn.Linear):
-    """An ``nn.Linear`` that calls `gsbn.torch.linear` where it is faster: in float32 on Hopper, with enough rows.
+    """An ``nn.Linear`` that calls `gsbn.torch.linear` where this is faster: in float32 on Hopper, with enough rows.
 
-    `convert` makes them of ``nn.Linear`` with ``linear=True``. Elsewhere, and under autocast and torch.compile, it is
-    PyTorch's own product. Its parameters and its state_dict are those of ``nn.Linear``.
+    `convert` with ``linear=True`` makes such modules from ``nn.Linear``. In other cases, and under autocast and
+    torch.compile, the module uses PyTorch's own product. Its parameters and its state_dict are those of ``nn.Linear``.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ class Linear(nn.Linear):
     _precision: Precision = "highest"
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """Return an output (..., out_features) for an input (..., in_features)."""
         weight, bias = self.weight, self.bias
         if not _wins(input, weight):
             return functional.linear(input, weight, bias)
@@ -171,15 +171,15 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, float32 by gsbn"
 
     def __prepare_scriptable__(self) -> nn.Linear:
-        """For torch.jit.script, which runs PyTorch's own modules."""
+        """Return an nn.Linear for torch.jit.script, which runs PyTorch's own modules."""
         made = nn.Linear(1, 1)
         made.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_precision"})
         return made
 
 
 def _wins(x: Any, weight: Any) -> bool:
-    """Whether gsbn computes the product faster than PyTorch, and can."""
-    own = x.__class__ in _PLAIN and weight.__class__ in _PLAIN  # such as no DTensor
+    """Return whether gsbn can compute the product, and is faster than PyTorch."""
+    own = x.__class__ in _PLAIN and weight.__class__ in _PLAIN  # a DTensor, for example, is not
     if not own or is_compiling() or is_transformed():
         return False
     if not x.is_cuda or not is_memory(torch, x):

@@ -1,4 +1,4 @@
-"""Run Linear or 1x1 convolution, optional scale, BatchNorm and optional activation as one call, with their tensors."""
+"""Run Linear or 1x1 convolution, optional scale, BatchNorm and optional activation as one call on their tensors."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ._groups import name_of, world
 from ._linear import Linear
 from ._renorm import BatchRenorm1d
 
-_TENSORS = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch records a program
+_TENSORS = (Tensor, nn.Parameter, FakeTensor)  # x is a FakeTensor while torch records a program
 _NO_STATISTICS = (None, None, None)
 _hooks_of_all: Any = getattr(_module, "_has_any_global_hook", lambda: False)
 
 
 class SyncBatchNorm(nn.BatchNorm1d):
-    """``nn.SyncBatchNorm`` for gsbn: `convert` replaces these by it, and it is a layer's `norm` with a process group.
+    """A replacement of ``nn.SyncBatchNorm`` in converted models, and the `norm` of a layer with a process group.
 
-    It has the same parameters, statistics and names in the state_dict, and gives the same output if called by itself.
-    It is not a subclass of ``nn.SyncBatchNorm``, because DistributedDataParallel rejects these on the CPU, which gsbn
-    supports. A copy by ``copy.deepcopy`` has the same process group. As with ``nn.SyncBatchNorm``, it can be pickled
-    only with the process group of all ranks.
+    It has the same parameters, statistics and names in the state_dict, and gives the same output if it is called by
+    itself. It is not a subclass of ``nn.SyncBatchNorm``, because DistributedDataParallel rejects that class on the CPU,
+    which gsbn supports. A copy that ``copy.deepcopy`` makes has the same process group. As with ``nn.SyncBatchNorm``,
+    it can be pickled only with the process group of all ranks.
 
     Parameters
     ----------
     *arguments, **options
         As for ``nn.BatchNorm1d``.
     process_group : torch.distributed.ProcessGroup, optional
-        Its ranks share their rows; None is the group of all ranks when training starts.
+        The group whose ranks share their rows. None means the group of all ranks at the time when training starts.
 
     Examples
     --------
@@ -80,14 +80,14 @@ FOLLOWERS: dict[Any, tuple[Any, ...]] = {
     nn.Conv1d: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm),
     nn.Conv2d: (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm),
 }
-# They have no process group unless one is given; others have all ranks then.
+# These norms have no process group unless one is given; without one, the other norms use the group of all ranks.
 _NO_DEFAULT_GROUP = (nn.BatchNorm1d, nn.BatchNorm2d, BatchRenorm1d, GhostBatchNorm1d)
-# The forward of each class as PyTorch has it: adapters, quantisers and tracers may replace it for a class
+# PyTorch's own forward of each class; adapters, quantisers and tracers may replace the forward of a class
 _FORWARDS = {type_: type_.forward for type_ in (*FOLLOWERS, *NORMS, *MODULES)}
 
 
 class Row(NamedTuple):
-    """Consecutive modules, in order; None for an absent one."""
+    """Consecutive modules in order; a field is None if its module is absent."""
 
     linear: Any  # or a 1x1 convolution
     scale: Any  # a module that multiplies by its parameter `scale`, or the parameter itself
@@ -96,10 +96,10 @@ class Row(NamedTuple):
 
 
 def run(row: Row, x: Any, precision: Precision) -> Any:
-    """The output of the modules in sequence: by one call of gsbn if possible, else by the modules themselves."""
+    """Return the output of the modules in sequence, by one call of gsbn if possible, else by the modules themselves."""
     linear, scale, norm, after = row
     factor = scale._parameters.get("scale") if isinstance(scale, nn.Module) else scale
-    replaced = scale is not None and factor is None  # the parameter, by pruning or a parametrization
+    replaced = scale is not None and factor is None  # pruning or a parametrization replaced the parameter
     if replaced or not are_plain(x, linear, norm) or not _agree(x, linear, scale, factor):
         for step in row[:3]:
             if step is not None:
@@ -113,12 +113,12 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
 
 
 def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
-    """Whether the modules after the Linear compute the same as one call of gsbn."""
+    """Return whether the modules after the Linear compute the same as one call of gsbn."""
     if isinstance(linear, nn.Linear) and x.dim() != 2:
-        return False  # with three, Linear and BatchNorm1d disagree about the dimension of the features
+        return False  # with three dimensions, Linear and BatchNorm1d disagree about the dimension of the features
     if scale is None:
         return True
-    # with two dtypes PyTorch continues in the wider one; under autocast gsbn gives autocast's, as documented
+    # if the two dtypes differ, PyTorch continues in the wider one; under autocast gsbn uses autocast's, as documented
     agree = factor.dtype is linear._parameters["weight"].dtype
     return (scale is factor or is_plain(scale, scale.__class__)) and (
         agree or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
@@ -126,7 +126,7 @@ def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
 
 
 def is_plain(module: Any, type_: Any) -> bool:
-    """Whether a call of the module does exactly what its class does: no hooks, no replaced forward."""
+    """Return whether a call of the module does exactly what its class does, without hooks or a replaced forward."""
     own = module.__dict__
     if module.__class__ is not type_ or type_.forward is not _FORWARDS.get(type_, type_.forward):
         return False
@@ -140,7 +140,7 @@ def is_plain(module: Any, type_: Any) -> bool:
 
 
 def are_plain(x: Any, linear: Any, norm: Any) -> bool:
-    """Whether one call of gsbn may replace the calls of both modules for this input."""
+    """Return whether one call of gsbn may replace the calls of both modules for this input."""
     if norm.__class__ not in FOLLOWERS.get(linear.__class__, ()) or not is_plain(norm, norm.__class__):
         return False
     if not is_plain(linear, linear.__class__) or _hooks_of_all() or is_transformed():
@@ -153,7 +153,7 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
     weight = of_linear.get("weight")
     if x.__class__ not in _TENSORS or weight.__class__ not in _TENSORS or not (x.is_cuda or x.is_cpu):
         return False
-    if is_compiling():  # its tensors are plain memory
+    if is_compiling():  # the compiler's tensors are plain memory
         if (linear.training or norm.training) and getattr(torch.compiler, "_is_exporting_flag", False):
             return False  # an exported program would have no gradients
     elif not (is_memory(torch, x) and is_memory(torch, weight)):
@@ -162,8 +162,10 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
 
 
 def _suits(x: Any, conv: Any, norm: Any) -> bool:
-    """Whether gsbn takes this input of a convolution, and without a copy. Ranks that share a batch copy: PyTorch's
-    SyncBatchNorm is slower, and on a CPU there is none."""
+    """Return whether gsbn takes this input of a convolution without a copy.
+
+    Ranks that share a batch accept a copy, because PyTorch's SyncBatchNorm is slower and does not exist on a CPU.
+    """
     weight, of_norm = conv._parameters["weight"], norm._parameters
     if x.dim() != weight.dim() or not_pointwise(conv) is not None:
         return False
@@ -178,7 +180,7 @@ def _suits(x: Any, conv: Any, norm: Any) -> bool:
 
 
 def not_pointwise(conv: Any) -> str | None:
-    """Why a convolution is no product of a matrix of rows with its weight, or None."""
+    """Return why a convolution is not a product of a matrix of rows with its weight, or None if it is one."""
     for name, what in (("kernel_size", "a kernel"), ("stride", "a stride")):
         if any(size != 1 for size in getattr(conv, name)):
             return f"its {title(conv)} has {what} of {' x '.join(map(str, getattr(conv, name)))}, not of 1"
@@ -188,8 +190,11 @@ def not_pointwise(conv: Any) -> str | None:
 
 
 def wins(x: Tensor, norm: Any) -> bool:
-    """Whether gsbn is faster than the modules. On a CPU PyTorch's operators are faster, and NumPy's threads would
-    compete with theirs; but ranks that share a batch on CPUs need gsbn. Only this function decides by speed."""
+    """Return whether gsbn is faster than the modules. Only this function decides by speed.
+
+    On a CPU PyTorch's operators are faster, and NumPy's threads would compete with PyTorch's. But ranks that share a
+    batch on CPUs need gsbn.
+    """
     return x.is_cuda or norm.__class__ not in _NO_DEFAULT_GROUP or norm.__dict__.get("process_group") is not None
 
 
@@ -197,10 +202,10 @@ def fused(
     x: Any, linear: Any, scale: Any, norm: Any, activation: Activation | None, precision: Precision, gemm: Gemm,
     residual: Any = None,
 ) -> Any:  # fmt: skip
-    """The call of gsbn that replaces the modules. Reads their dictionaries, because each attribute costs 1 us."""
+    """Make the call of gsbn that replaces the modules. Read their dictionaries, because each attribute costs 1 us."""
     of_linear, of_norm, buffers, momentum = linear._parameters, norm._parameters, norm._buffers, norm.momentum
     mean, training = buffers["running_mean"], norm.training
-    # As BatchNorm1d and SyncBatchNorm choose their statistics
+    # Choose the statistics as BatchNorm1d and SyncBatchNorm do
     process_group = None
     if training:
         process_group = norm.__dict__.get("process_group")
@@ -213,7 +218,7 @@ def fused(
             momentum = 0.0
     elif training or mean is None:
         if training and norm.track_running_stats and (count := buffers["num_batches_tracked"]) is not None:
-            count.add_(norm.groups if norm.__class__ is GhostBatchNorm1d else 1)  # as BatchNorm1d, which has no others
+            count.add_(norm.groups if norm.__class__ is GhostBatchNorm1d else 1)  # BatchNorm1d counts here, too
         training, state, momentum = True, _NO_STATISTICS, 0.0
     else:
         state = mean, buffers["running_var"], None
@@ -226,7 +231,10 @@ def fused(
 
 
 def around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row | str:
-    """The row whose norm is child i, or why there is none; depends only on the modules' classes and sizes."""
+    """Return the row whose norm is child i, or the reason why there is none.
+
+    The result depends only on the modules' classes and sizes.
+    """
     norm = children[i]
     if norm.__class__ not in NORMS:
         return f"it is a {title(norm)}, not an nn.BatchNorm1d, nn.BatchNorm2d or nn.SyncBatchNorm"
@@ -266,7 +274,7 @@ def _is_scale(scale: Any, features: int) -> bool:
 
 
 def hindrance(row: Row) -> str | None:
-    """The reason why modules that stand in a row cannot run as one call now, or None."""
+    """Return the reason why modules that stand in a row cannot run as one call now, or None."""
     modules = [module for module in row[:3] if isinstance(module, nn.Module)]
     for module in modules:
         if not is_plain(module, type(module)):
@@ -278,5 +286,5 @@ def hindrance(row: Row) -> str | None:
 
 
 def title(module: Any) -> str:
-    """The name of a module's class, for a message."""
+    """Return the name of a module's class, for a message."""
     return type(module).__qualname__

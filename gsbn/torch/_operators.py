@@ -1,7 +1,7 @@
-"""gsbn's calls as torch operators, for torch.compile and torch.export, which record a program.
+"""Define gsbn's calls as torch operators, for torch.compile and torch.export, which record a program.
 
-Each operator is one node of the recorded graph. Eager calls do not use the operators: the dispatcher would only cost
-time on the host.
+Each operator is one node of the recorded graph. Eager calls do not use the operators, because the dispatcher would only
+cost time on the host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "",
 
 
 def _run(training: bool, keep: bool) -> Callable[..., Any]:
-    """The forward as an operator: it returns y or, to `keep` what a backward needs, also deviations and vectors."""
+    """Return the forward as an operator, which returns y.
+
+    To `keep` what a backward needs, the operator also returns deviations and vectors.
+    """
 
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
@@ -45,20 +48,23 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
             return made
         y, (deviations, vectors) = made[0], (made[1].deviations, made[1].vectors)
         if deviations.shape[1] > y.shape[1]:
-            deviations[:, y.shape[1] :].zero_()  # padding: equal calls have equal results
+            deviations[:, y.shape[1] :].zero_()  # clears the padding: equal calls have equal results
         return y, deviations, vectors
 
     return run
 
 
-# torch.library.custom_op does the same, but costs 85 us a call for an operator that writes an argument, 20 for another:
-# it fills in the schema's defaults and looks for results that share memory, and here gsbn counts what it writes.
+# torch.library.custom_op does the same, but costs 85 us a call for an operator that writes an argument, and 20 us for
+# any other. It fills in the schema's defaults and looks for results that share memory. Here gsbn itself counts what it
+# writes.
 _LIBRARY = torch.library.Library("gsbn", "DEF")
 
 
 def _last(more: Any) -> tuple[Any, Any, Any, int]:
-    """The activation, the group's name, `renorm` and `groups`, from the arguments after `scale`; those after the
-    activation may be absent."""
+    """Return the activation, the group's name, `renorm` and `groups` from the arguments after `scale`.
+
+    The arguments after the activation may be absent.
+    """
     name, group, numbers, limits, parameter, groups = (*more[10:], *[None] * 5)[:6]
     if numbers is not None:
         r_max, d_max, warmup = numbers
@@ -79,7 +85,7 @@ def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..
 
 
 def _fake_saved(training: bool) -> Callable[..., Any]:
-    """Make results with the shapes and dtypes that `gsbn.Saved` documents."""
+    """Return a function that makes results with the shapes and dtypes that `gsbn.Saved` documents."""
 
     def fake(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         (rows, _), features = x.shape, weight.shape[0]
@@ -133,7 +139,8 @@ def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, 
     return [made[name] for name in needs.split()]
 
 
-# An operator cannot return None, so it returns a list of the gradients in `needs`, which has names between spaces.
+# An operator cannot return None, so it returns a list of the gradients in `needs`, a string of names with spaces
+# between them.
 BACKWARD = _operator(
     "backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor deviations, Tensor vectors, bool training, str precision, str gemm, "
@@ -145,7 +152,7 @@ BACKWARD = _operator(
 
 
 class _Recorded(torch.autograd.Function):
-    """Connects the operators to autograd; torch allows no autograd formula for an operator that writes an argument."""
+    """Connect the operators to autograd; torch allows no autograd formula for an operator that writes an argument."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -153,7 +160,7 @@ class _Recorded(torch.autograd.Function):
         number, _, eps, precision, gemm, activation, group, *_, parameter, groups = options
         run = TRAIN if training else INFER_SAVED
         x, weight, bias, scale, gamma, beta = tensors[:6]
-        wide = weight.dtype is not x.dtype  # autocast's cast, which `recorded` leaves to this node
+        wide = weight.dtype is not x.dtype  # `recorded` leaves autocast's cast of the weight to this node
         weight = weight.to(x.dtype)
         y, deviations, vectors = run(x, weight, *tensors[2:], *options)
         ctx.save_for_backward(x, weight, deviations, vectors)
@@ -177,7 +184,7 @@ class _Recorded(torch.autograd.Function):
 
 
 def _again(ctx: Any, dy: Any) -> list[Any]:
-    """The gradients by PyTorch's operators, of a call that was watched and not compiled."""
+    """Return the gradients of a call that was watched and not compiled, computed by PyTorch's operators."""
     training, precision, gemm, name, dtypes, scale_shape = ctx.rest
     of_group, parameter, groups, _ = ctx.last
     of_vectors: Any = tuple(None if dtype == "None" else dtype for dtype in dtypes.split())
@@ -190,9 +197,12 @@ def _again(ctx: Any, dy: Any) -> list[Any]:
 
 
 def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, activation: Any, *options: Any) -> Any:
-    """Record a call. `tensors`: x, weight, bias, scale, gamma, beta and the statistics; `options`: the operator's from
-    number on, without the activation and its parameter. To `differentiate`, a float32 weight may come with an x of 16
-    bits: it is then cast, and its gradient is float32."""
+    """Record a call, and return y.
+
+    `tensors` are x, weight, bias, scale, gamma, beta and the statistics. `options` are the operator's arguments from
+    `number` on, without the activation and its parameter. With `differentiate`, the weight may be float32 while x has
+    16 bits: the weight is then cast, and its gradient is float32.
+    """
     name, parameter = activation if isinstance(activation, tuple) else (activation, None)
     *more, group, renorm, limits, groups = options
     options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter), groups)

@@ -1,4 +1,4 @@
-"""BatchRenorm1d: the module of batch renormalisation, in PyTorch's own operators."""
+"""Define BatchRenorm1d, which computes batch renormalisation by PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from ._groups import check_group
 
 
 class BatchRenorm1d(nn.BatchNorm1d):
-    """Batch renormalisation, which `gsbn.Renorm` explains: an ``nn.BatchNorm1d`` with limits.
+    """Apply batch renormalisation (see `gsbn.Renorm`): an ``nn.BatchNorm1d`` with limits.
 
-    It is a layer's `norm` with `renorm`, and `convert` takes it as an ``nn.BatchNorm1d``. Called by itself it is
-    PyTorch's own operators; ``torch.jit.script`` takes it in ``eval()`` alone. It has the parameters, the statistics
-    and the names of ``nn.BatchNorm1d``, so that either loads the other's state_dict; ``eval()`` is the same.
+    A layer with `renorm` has this module as its `norm`, and `convert` treats it like an ``nn.BatchNorm1d``. If it is
+    called by itself, it uses PyTorch's own operators. ``torch.jit.script`` supports it in ``eval()`` only. It has the
+    parameters, the statistics and the names of ``nn.BatchNorm1d``: each of the two modules loads the other's
+    state_dict, and in ``eval()`` both compute the same.
 
     Parameters
     ----------
     num_features : int
     renorm : Renorm, (r_max, d_max), or tensor of two elements
-        As in `gsbn.forward`. A tensor becomes a buffer that is not in the state_dict: change it in place.
+        The limits, as in `gsbn.forward`. A tensor becomes a buffer that is not in the state_dict; change it in place.
     eps, momentum, affine, device, dtype
-        As for ``nn.BatchNorm1d``; torchrl's momentum is 0.01, CrossQ's 0.01 or 0.001.
+        As for ``nn.BatchNorm1d``. torchrl uses a momentum of 0.01, CrossQ uses 0.01 or 0.001.
     process_group : torch.distributed.ProcessGroup, optional
-        In training the statistics are those of the rows of all its ranks; only gsbn's layers support it. None uses this
-        rank's rows alone. ``nn.SyncBatchNorm.convert_sync_batchnorm`` would replace the module: give this instead.
+        In training the statistics are those of the rows of all ranks of this group. Only gsbn's layers support it. None
+        uses only the rows of this rank. Use this argument instead of ``nn.SyncBatchNorm.convert_sync_batchnorm``, which
+        would replace the module.
 
     Raises
     ------
@@ -72,7 +74,7 @@ class BatchRenorm1d(nn.BatchNorm1d):
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C) or (N, C, L) to the same shape."""
+        """Normalise an input of shape (N, C) or (N, C, L), and return the same shape."""
         count, running_mean, running_var = self.num_batches_tracked, self.running_mean, self.running_var
         if not self.training:
             return super().forward(input)
@@ -99,7 +101,7 @@ class BatchRenorm1d(nn.BatchNorm1d):
         return torch.addcmul(shift.view(shape), y, ratio.view(shape)).to(input.dtype)
 
     def __prepare_scriptable__(self) -> nn.BatchNorm1d:
-        """For torch.jit.script: in inference it is an nn.BatchNorm1d."""
+        """Return an nn.BatchNorm1d, which computes the same in inference, for torch.jit.script."""
         if self.training:
             raise RuntimeError("BatchRenorm1d: torch.jit.script supports it in eval() only")
         made = nn.BatchNorm1d(1, device="meta")

@@ -1,4 +1,4 @@
-"""What follows a call with a residual: y = f(u + residual), in one launch of gsbn or by PyTorch's own operators."""
+"""Compute y = f(u + residual) after a call with a residual, in one launch of gsbn or by PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_residual(residual: Any, x: Any, weight: Any) -> None:
 
 
 def added(u: Any, residual: Any, activation: Any) -> Any:
-    """f(u + residual), in PyTorch's dtype of that; u is the caller's own, and y may take its memory."""
+    """Return f(u + residual), in the dtype that PyTorch gives it. Only the caller uses u, so y may take u's memory."""
     if activation is None or not _fuses(u, residual):
         y = u + residual
         return y if activation is None else apply(y, activation)
@@ -43,15 +43,18 @@ def added(u: Any, residual: Any, activation: Any) -> Any:
 
 
 def _fuses(u: Any, residual: Any) -> bool:
-    """Whether gsbn's launch serves: for matrices of one dtype on a GPU that nobody else watches."""
+    """Return whether gsbn's launch serves: for matrices of one dtype on a GPU, in a call that nobody else watches."""
     if not u.is_cuda or u.dim() != 2 or is_compiling() or is_watched():
         return False
     return residual.dtype is u.dtype and is_memory(torch, residual)
 
 
 class _Residual(Function):
-    """The launch and its backward. Where y does not tell the gradient, v = u + residual is a second result, in u's
-    memory: so a gradient of gradients, which depends on v, finds its way to u and the residual."""
+    """One autograd node for the launch and its backward.
+
+    If the gradient does not follow from y, the node returns a second result, v = u + residual, in u's memory. Second
+    derivatives depend on v, and through this result autograd passes them to u and the residual.
+    """
 
     @staticmethod
     def forward(ctx: Any, u: Any, residual: Any, activation: Any) -> Any:
@@ -75,7 +78,7 @@ class _Residual(Function):
 
 
 def _again(dy: Any, kept: Any, activation: Any) -> Any:
-    """The gradient before the activation, by PyTorch's own operators."""
+    """Return the gradient before the activation, computed by PyTorch's own operators."""
     if follows_from_y(activation):
         return before(activation, dy, kept)
     create = is_grad_enabled()

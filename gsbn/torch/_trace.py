@@ -1,4 +1,7 @@
-"""convert(trace=True): let gsbn run modules that a `forward` calls one after another, by a trace of torch.fx."""
+"""Find, by a trace of torch.fx, modules that a `forward` calls one after another, and let gsbn run them.
+
+This is the part of `convert` for ``trace=True``.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from ._graph import Calls, functional_kind, other_operand, replace_calls, rows
 from ._modules import FOLLOWERS, NORMS, Row, around, hindrance, run, title
 
 _DEVICES = ("cuda", "cpu")
-# Whether hooks replace what autograd saves, as in torch.utils.checkpoint; torch has no public API to ask.
+# Tells whether hooks replace what autograd saves, as in torch.utils.checkpoint; torch has no public API for this.
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 _NOT_ALONE = "its input is not the output of an nn.Linear that nothing else uses"
 
 
 class Trace(NamedTuple):
-    """What a trace of a module's forward found; names are those within the module."""
+    """The result of a trace of a module's forward. Names are relative to the module."""
 
-    forward: Callable[..., Any] | None  # of the module and its inputs; None if nothing is to be replaced
+    forward: Callable[..., Any] | None  # takes the module and its inputs; None if nothing is to be replaced
     replaced: tuple[tuple[str, ...], ...]
     left: dict[str, str]  # the norms that this forward calls, and why they are left
     called: frozenset[str]  # the modules that this forward calls, even if torch.fx cannot trace it
@@ -34,15 +37,15 @@ class Trace(NamedTuple):
 
 
 class Traced(nn.Module):
-    """A part of the class of a module whose forward `convert` has traced: gsbn runs some of its modules as one call."""
+    """A base class of modules whose forward `convert` has traced: gsbn runs some of their modules as one call."""
 
     _scales: tuple[type, ...]
     _precision: Precision
-    _inputs: int  # how many a call gives
-    _traces: dict[bool, Trace]  # by `training`
+    _inputs: int  # how many inputs a call gives
+    _traces: dict[bool, Trace]  # the keys are values of `training`
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own forward, or what was made of its trace if the call is like the one that was traced."""
+        """Run the changed forward if the call is like the one that was traced, else the module's own forward."""
         forward = self._traces[self.training].forward
         if forward is None or named or len(inputs) != self._inputs:
             return super().forward(*inputs, **named)
@@ -52,8 +55,8 @@ class Traced(nn.Module):
         return forward(self, *inputs)
 
     def extra_repr(self) -> str:
-        """One line for each call of gsbn: the names of the modules that it runs."""
-        rows = dict.fromkeys(self._traces[self.training].replaced)  # without what is called twice
+        """Return one line for each call of gsbn, with the names of the modules that it runs."""
+        rows = dict.fromkeys(self._traces[self.training].replaced)  # lists a row once if it is called twice
         return "\n".join(
             filter(None, (super().extra_repr(), *(f"one call of gsbn: {' + '.join(row)}" for row in rows)))
         )
@@ -67,7 +70,7 @@ class Traced(nn.Module):
 
 
 def traces(module: Any, scales: tuple[type, ...], precision: Precision) -> dict[bool, Trace]:
-    """The traces of a module for each value of its `training`."""
+    """Return the traces of a module, one for each value of its `training`."""
     before, found = module.training, {}
     try:
         for module.training in (True, False):
@@ -78,7 +81,7 @@ def traces(module: Any, scales: tuple[type, ...], precision: Precision) -> dict[
 
 
 def required(module: Any) -> list[str]:
-    """The arguments that each call of the module's forward must give."""
+    """Return the names of the arguments that each call of the module's forward must give."""
     parameters = list(inspect.signature(_own_forward(module)).parameters.values())[1:]
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [each.name for each in parameters if each.kind in places and each.default is each.empty]
@@ -91,10 +94,10 @@ def _own_forward(module: Any) -> Any:
 
 
 def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
-    """Trace the module's own forward as it is in the module's mode, but not into the modules that it calls."""
+    """Trace the module's own forward in the module's present mode, without looking into the modules that it calls."""
     before, failed, called, codes = [(each, dict(vars(each))) for each in module.modules()], None, set[str](), []
     try:
-        for on in (False, True):  # what a forward sets is seen where it was not so before
+        for on in (False, True):  # each mode is on once and off once, so a change by the forward is seen
             with _context_of(grad=not on, autocast=on):
                 tracer = _Tracer()
                 graph = tracer.trace(module)
@@ -102,9 +105,9 @@ def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
                 called |= tracer.called
         if codes[0] != codes[1]:
             raise ValueError("it depends on the grad mode or autocast")
-    except Exception as error:  # of any kind: the forward is anyone's code, and its arguments are not tensors here
+    except Exception as error:  # of any kind: the forward is a user's code, and gets no tensors here
         failed = f"torch.fx cannot trace the forward of {title(module)}: {' '.join(str(error).split()):.80}"
-    for each, own in before:  # of the module and of those in it
+    for each, own in before:  # the attributes of the module and its submodules
         after = vars(each)
         if own.keys() != after.keys() or any(after[name] is not value for name, value in own.items()):
             after.clear()
@@ -117,7 +120,7 @@ def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
 
 
 class _Proxy(Proxy):
-    """Records `+=` and the like as what they are; torch.fx takes them for operators that write nothing."""
+    """A proxy that records `+=` and the like as writes; torch.fx would record operators that write nothing."""
 
 
 def _in_place(function: Any) -> Any:
@@ -132,7 +135,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
 
 
 class _Tracer(Tracer):
-    """Traces a forward with its optional arguments at their defaults, and every module that it calls as one node."""
+    """A tracer that leaves optional arguments at their defaults, and records each module that is called as one node."""
 
     traced_func_name = "forward"
 
@@ -159,7 +162,7 @@ class _Tracer(Tracer):
 
 
 def _context() -> tuple[Any, ...]:
-    """What torch.fx does not trace."""
+    """Return the modes that torch.fx does not trace: grad mode, inference mode, hooks on saved tensors and autocast."""
     devices = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in _DEVICES]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _saves_by_hooks(), *devices
 
@@ -170,7 +173,7 @@ def _saves_by_hooks() -> bool:
 
 @contextmanager
 def _context_of(*, grad: bool, autocast: bool) -> Iterator[None]:
-    """A context in which grad mode and autocast are so. torch.autocast would refuse a device that is not there."""
+    """Set grad mode and autocast inside a context. torch.autocast would refuse a device that is not there."""
     before = [torch.is_autocast_enabled(name) for name in _DEVICES]
     try:
         for name in _DEVICES:
@@ -183,14 +186,14 @@ def _context_of(*, grad: bool, autocast: bool) -> Iterator[None]:
 
 
 def run_modules(x: Any, linear: Any, scale: Any, norm: Any, activation: Any, precision: Precision) -> Any:
-    """What stands in the traced forward for a row; each call decides as in an nn.Sequential."""
+    """Run a row of modules; the changed forward calls this function. Each call decides as in an nn.Sequential."""
     return run(Row(linear, scale, norm, activation), x, precision)
 
 
 def _replace(
     module: Any, graph: Graph, scales: tuple[type, ...], precision: Precision
 ) -> tuple[list[tuple[str, ...]], dict[str, str]]:
-    """Replace the rows in the graph; return their names, and the norms that are left with the reasons."""
+    """Replace the rows in the graph. Return the names of their modules, and why each other norm is left."""
 
     def kind(node: Node) -> str | None:
         if node.op != "call_module":
@@ -220,7 +223,7 @@ def _replace(
 
 
 def _row(module: Any, calls: Calls) -> tuple[Any, ...] | str:
-    """The modules of a row, as if they stood in an nn.Sequential."""
+    """Return the modules of a row as if they stood in an nn.Sequential, or the reason why there is no row."""
     children = []
     for node in calls:
         if node is None:
@@ -251,7 +254,7 @@ def _substitute(graph: Graph, calls: Calls, precision: Precision) -> None:
 
 
 def _code(graph: Graph) -> Callable[..., Any]:
-    """The graph as a function of the module and its inputs."""
+    """Return the graph as a function of the module and its inputs."""
     made = GraphModule(nn.Module(), Graph())
     made.graph = graph
     forward: Callable[..., Any] = type(made).forward

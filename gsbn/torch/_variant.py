@@ -1,4 +1,4 @@
-"""One variant of a model for `compare`: copies of its own, and what is measured of the work that it does."""
+"""Run and measure one variant of a model for `compare`, on its own copies of the model and the inputs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .. import _timing as timing
 from .._values import shown
 
 INFERENCE, STEP = WORKS = ("inference", "training step")
-_TRIAL, _LEAST_CALL = 0.02, 1e-4  # seconds that a trial takes, of several calls, each counted as so long at least
+_TRIAL, _LEAST_CALL = 0.02, 1e-4  # seconds: of a trial of several calls, and the least that a call counts
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all variants of a comparison share."""
+    """The settings that all variants of a comparison share."""
 
     device: torch.device
     loss: Callable[[Any], Tensor] | None
@@ -31,23 +31,23 @@ class Setting:
         return bool(self.device.type == "cuda")
 
     def same_random_numbers(self) -> Any:
-        """Context that puts the generators back as they were: whatever runs in one draws the same numbers."""
+        """Return a context that restores the generators at its end: each such context draws the same numbers."""
         return torch.random.fork_rng([self.device] if self.on_gpu else [])
 
     def random_state(self) -> Tensor:
-        """The state of the generators that a model on this device draws from."""
+        """Return the state of the generators that a model on this device draws from."""
         on_host = torch.get_rng_state()
         return torch.cat([on_host, torch.cuda.get_rng_state(self.device)]) if self.on_gpu else on_host
 
     def time(self, call: Callable[[], Any], calls: int) -> float:
-        """Seconds a call, of so many one after another."""
+        """Return the seconds per call, measured over `calls` calls one after another."""
         if self.on_gpu:
             return timing.between_events(torch, call, calls)
         return timing.wall_clock(call, calls, lambda: None)
 
 
 class Variant:
-    """A variant by its name, with copies of the model and of the inputs; ``missing`` tells why it is never run."""
+    """A named variant with copies of the model and of the inputs. `missing` says why it is never run, if so."""
 
     def __init__(
         self, name: str, module: nn.Module, inputs: Any, compiles: bool, setting: Setting, missing: str
@@ -56,28 +56,28 @@ class Variant:
         self.missing = missing
         self.modes = [each.training for each in module.modules()]
         self.leaves = [tensor for tensor in (*module.parameters(), *tensors_in(inputs)) if tensor.requires_grad]
-        self.model: Any = None  # what is called: the module, or what torch.compile makes of it
-        self.weights: list[Tensor] = []  # of the outputs, in the sum that stands for a loss
+        self.model: Any = None  # the module, or what torch.compile makes of it
+        self.weights: list[Tensor] = []  # factors of the outputs in the sum that serves as the loss
         self.clear()
 
     def start(self, work: str) -> None:
-        """Turn to this work, of which nothing is known yet."""
+        """Begin a new kind of work, and forget the results of the last one."""
         self.work, self.why = work, self.missing
         self.call: Callable[[], Any] = self.infer if work == INFERENCE else self.step
         self.draws = False  # whether the first call drew random numbers
         self.facts: dict[str, Any] = {}  # fields of `Measured`
         self.module.train(work == STEP)
-        if work == STEP and self.modes[0]:  # what is frozen in a model in training stays frozen
+        if work == STEP and self.modes[0]:  # modules that are frozen in a model in training stay so
             for module, training in zip(self.module.modules(), self.modes, strict=True):
                 module.training = training
 
     def attempt(self, action: Callable[[], Any]) -> Any:
-        """What this returns; None if it fails, or something has failed before, and `why` has the reason."""
+        """Return the result of `action`, or None if it or an earlier action failed; `why` then has the reason."""
         if self.why:
             return None
         try:
             return action()
-        except Exception as error:  # of any kind: it must not take the other variants with it
+        except Exception as error:  # of any kind: it must not stop the other variants
             self.why = reason(error)
             with suppress(Exception):
                 if self.setting.on_gpu:
@@ -85,12 +85,12 @@ class Variant:
             return None
 
     def infer(self) -> Any:
-        """The output without gradients."""
+        """Run the model without gradients, and return its output."""
         with torch.no_grad(), self._autocast():
             return self.model(*self.inputs)
 
     def step(self) -> Any:
-        """The output of a forward, whose gradients a backward has computed."""
+        """Run a forward and a backward, and return the output of the forward."""
         self.clear()
         loss = self.setting.loss
         with self._autocast():
@@ -111,7 +111,7 @@ class Variant:
             leaf.grad = None
 
     def results(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs of a first call, and the gradients of a step."""
+        """Make a first call. Return its outputs and, for a training step, the gradients."""
         if self.model is None:
             self.model = torch.compile(self.module, dynamic=False) if self.compiles else self.module
         with self.setting.same_random_numbers():
@@ -131,7 +131,7 @@ class Variant:
             self.facts["peak_bytes"] = timing.peak_bytes(torch, self.call)
 
     def capture(self) -> None:
-        """Let a replay of a CUDA graph of the call take its place."""
+        """Capture the call in a CUDA graph; a replay of the graph then takes the place of the call."""
         call, graphs = self.call, []
         timing.warm_up(torch, call, torch.cuda.Stream())
         self.clear()
@@ -140,7 +140,7 @@ class Variant:
         self.call()
 
     def trial(self) -> Callable[[], float]:
-        """What gives the seconds of a call, of as many as fill a trial."""
+        """Return a function that makes as many calls as fill a trial, and returns the seconds per call."""
         calls = max(1, round(_TRIAL / max(self.setting.time(self.call, 1), _LEAST_CALL)))
         return lambda: self.setting.time(self.call, calls)
 
@@ -149,7 +149,7 @@ class Variant:
         return torch.autocast(self.setting.device.type, dtype, enabled=dtype is not None)
 
     def _weights_of(self, outputs: list[Tensor]) -> list[Tensor]:
-        """A random number for each element of the outputs, the same for all variants."""
+        """Return a random number for each element of the outputs; the numbers are the same for all variants."""
         if not outputs:
             raise ValueError("no output of the model requires grad")
         if not self.weights:
@@ -161,7 +161,7 @@ class Variant:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in tuples, lists and dicts, in order."""
+    """Yield the tensors in tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, dict)):
@@ -170,8 +170,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def reason(error: BaseException) -> str:
-    """An error as a part of a sentence: its type, and the first line of its message that says something."""
-    if "previous error" in str(error) and error.__context__:  # the end of a capture that failed
+    """Return an error as part of a sentence: its type, and the first line of its message that says something."""
+    if "previous error" in str(error) and error.__context__:  # this error ends a capture that failed
         error = error.__context__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((line for line in lines if not line.endswith(":")), "")
