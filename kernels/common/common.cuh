@@ -285,9 +285,9 @@ __device__ __forceinline__ void for_each_item(long long count, const Work& work)
 
 // Every kernel calls this function first, or before it reads what the kernel ahead writes. A launch may begin while the
 // kernel ahead of it in the stream still runs (programmatic dependent launch, from Hopper on; Launcher in
-// gsbn/_kernels.py). This function waits until all of that kernel is done and its writes are visible. Only then does it
-// let the next launch begin, so that at most two launches overlap. A launch that does not overlap, such as any launch
-// of a call with `sms`, does not wait.
+// gsbn/_cuda/kernels.py). This function waits until all of that kernel is done and its writes are visible. Only then
+// does it let the next launch begin, so that at most two launches overlap. A launch that does not overlap, such as any
+// launch of a call with `sms`, does not wait.
 //
 // If the kernel ahead belongs to the same call, it has itself waited for the kernels that wrote the call's operands. A
 // kernel may then read the operands first, and call this function later.

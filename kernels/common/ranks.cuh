@@ -21,7 +21,7 @@
 enum : int { STATUS_TIMEOUT = 1, STATUS_OTHER_CALL = 2, STATUS_ONE_ROW = 3 };
 enum : int { ROWS_AT = 0, CALL_AT = 1, FEATURES_AT = 2 };  // offsets in the numbers that a rank posts
 
-struct Ranks {  // in device memory; gsbn/_ranks.py writes it; every field has 8 bytes
+struct Ranks {  // in device memory; gsbn/_ranks/exchange.py writes it; every field has 8 bytes
     long long rank, size;
     long long letters;           // letters in a row of a mailbox
     unsigned long long timeout;  // ns
