@@ -37,10 +37,10 @@ def matmul(
     gemm: Gemm = "auto",
     sms: int | None = None,
 ) -> Any:
-    """Compute the matrix product ``a @ b``: in float32 on Hopper on the tensor cores, where that is faster.
+    """Compute the matrix product ``a @ b``; in float32 on Hopper it runs on the tensor cores where that is faster.
 
-    Such a product is three of float16 numbers, with a smaller norm-wise error than an IEEE float32 product. Elsewhere
-    it is cuBLAS', and on a CPU NumPy's.
+    Such a product is the sum of three products of float16 numbers; its norm-wise error is smaller than that of an IEEE
+    float32 product. Elsewhere cuBLAS computes the product, and on a CPU NumPy does.
 
     Parameters
     ----------

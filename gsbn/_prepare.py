@@ -81,7 +81,7 @@ def _program(views: Views, options: Options, gpu: _plan.Device, *_: Any) -> Prog
     if _plan.takes_limbs(view.dtype, options[0], gpu):
         limbs = _plan.limbs_of_rows(0, n, k, 0, gpu)
         fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": at.strides[0], "flags": declared.flags(vector_w=True)}
-        # float32: words of 32 bits
+        # "float32" stands for words of 32 bits
         words = {"w": copied, "w_limbs": build.make("limbs", (n, limbs.pitch), "float32")}
         words |= {"w_exponents": build.make("exponents", (n,), "float32")}
         build.launch(limbs.kernel, limbs.grid, fields, dict.fromkeys(SPLIT_WORDS, ABSENT) | words)

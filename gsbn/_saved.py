@@ -17,8 +17,8 @@ from ._typing import Activation, Gemm, Precision
 class Saved(NamedTuple):
     """What `forward(..., return_saved=True)` keeps for `gsbn.backward`, which may be called several times with it.
 
-    `linear` keeps one, too: its `vectors` are None, and its `deviations` y; None without an activation, and what is
-    before the activation if y does not tell the gradient.
+    `linear` also keeps one. Its `vectors` are None. Its `deviations` are y or, if the gradient does not follow from y,
+    the argument of the activation; without an activation they are None.
 
     x and weight are the arrays of the call, not copies. If one of the arrays here is changed in place before the
     backward, the gradients are wrong. Torch counts the changes of a tensor, so the backward raises for a torch x or
@@ -30,13 +30,13 @@ class Saved(NamedTuple):
     weight : (O, I) array
     deviations : (B, P) array
         On a GPU in training: g - mean(g) in x's dtype. float16 deviations are divided, per feature, by a power of two
-        near the standard deviation, so that none overflows or underflows. With up to 16 rows (of a ghost batch) 16-bit
-        dtypes use float64: normalisation cancels most of so few rows, and 16 bits would lose what it leaves. On a GPU
-        in inference: g in float32 (float64 for float64). Rows are padded to 16 bytes: P >= O.
+        near the standard deviation, so that none overflows or underflows. With up to 16 rows (in a ghost batch) 16-bit
+        dtypes use float64: with so few rows, normalisation cancels most of the values, and 16 bits would lose the rest.
+        On a GPU in inference: g in float32 (float64 for float64). Rows are padded to 16 bytes: P >= O.
         On the CPU: float32 (float64 for float64 and up to 16 rows), P = O; in inference g minus a constant per feature
         or, with an activation, g itself.
     vectors : (9, O) array
-        Per-feature constants in float64; (11, O) with renorm; (groups, 9, P) with groups above 1, P that of the
+        Per-feature constants in float64; (11, O) with renorm; (groups, 9, P) with groups above 1, with the P of the
         deviations.
     training : bool
     precision, gemm : str
@@ -58,8 +58,8 @@ class Saved(NamedTuple):
     residual : bool
         Whether the forward had a residual. The deviations are then those of a forward without an activation.
     kept : (B, O) array or None
-        With a residual and an activation, what tells the activation's gradient: y itself ("relu", and "leaky_relu" with
-        a slope of at least 0), else what the activation was applied to, in x's dtype.
+        With a residual and an activation, the array from which the activation's gradient follows: y itself ("relu", and
+        "leaky_relu" with a slope of at least 0), else the argument of the activation, in x's dtype.
     """
 
     x: Any
@@ -79,10 +79,10 @@ class Saved(NamedTuple):
     kept: Any = None
 
     def __copy__(self) -> Saved:
-        return self  # of the same tensors, so their counts hold
+        return self  # it has the same tensors, so their counts hold
 
     def __reduce__(self) -> Any:
-        return Saved, tuple(self._replace(versions=(None, None)))  # a copied or loaded tensor has counts of its own
+        return Saved, tuple(self._replace(versions=(None, None)))  # a copied or loaded tensor has its own count
 
 
 def saved_of(

@@ -1,12 +1,14 @@
-// activate: y = f(u), where a layer without a norm keeps u for its backward, because y does not tell the gradient
-// (gsbn.linear). f: common/activation.cuh. u is rounded to T first, as in PyTorch: the backward sees the same u.
-// RESIDUAL: y = f(v) with v = u + residual, added in float32 or float64 and rounded to T, as PyTorch does. v may be
-// stored, too; it and y may lie where u does, since a thread loads its words of u before it stores there.
-// activate_backward: dv = dy f'(v), from v or, where that is enough, y.
+// activate: computes y = f(u) (f: common/activation.cuh) for a layer without a norm (gsbn.linear) that keeps u for its
+// backward, because the gradient does not follow from y. u is first rounded to T, as in PyTorch: the backward sees the
+// same u.
+// With RESIDUAL it computes y = f(v) with v = u + residual, added in float32 or float64 and rounded to T, as PyTorch
+// does. v may be stored, too. v and y may lie where u does: a thread loads its words of u before it stores there.
+// activate_backward: computes dv = dy f'(v), from v or, where y is enough, from y.
 //
 //   u, v, dv (m, n) of T, contiguous, on 16 bytes      y, residual, dy (m, n) of T, any strides
 //
-// A thread takes UNROLL words of 16 bytes of u, THREADS apart, all in flight at once. An item of work is ITEM elements.
+// A thread takes UNROLL words of 16 bytes of u, THREADS apart and all in flight at once. An item of work is ITEM
+// elements.
 //
 // Bytes moved: each operand and each result once, the minimum.
 #include "common/activation.cuh"
@@ -36,7 +38,7 @@ struct ActivateBackwardProblem {
 constexpr int THREADS = 256, UNROLL = 4, VEC = 16 / sizeof(T);
 constexpr int ITEM = THREADS * UNROLL * VEC;  // read by gsbn/_plan/variants.py
 
-// A thread's words of an item, of a matrix of `count` elements in the order of its rows.
+// A thread's words of an item. The matrix has `count` elements, in row-major order.
 struct Words {
     long long first, count;
 
@@ -47,7 +49,8 @@ struct Words {
     }
 };
 
-// Calls work(j, offset) for each element of a word that starts at element `at`, where strides are row and col.
+// Calls work(j, offset) for each element j of the word that starts at element `at`; offset follows from the strides row
+// and col.
 template <typename Work>
 __device__ __forceinline__ void each(long long at, int inside, long long n, long long row, long long col,
                                      const Work& work) {
@@ -62,7 +65,7 @@ __device__ __forceinline__ void each(long long at, int inside, long long n, long
     }
 }
 
-// A matrix with n columns and any strides; words of a contiguous one on 16 bytes are read as such.
+// A matrix with n columns and any strides. If it is contiguous and starts on 16 bytes, it is read in whole words.
 struct Strided {
     const T* from;
     long long n, row, col;
@@ -138,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     });
 }
 
-// Without an activation dv is a copy of dy, and v is not read: it may be dy itself.
+// Without an activation, dv is a copy of dy, and the values of v do not matter: v may be dy itself.
 extern "C" __global__ void __launch_bounds__(THREADS)
     activate_backward(const __grid_constant__ ActivateBackwardProblem p, const T* dy, const T* v, T* dv) {
     await_kernel_ahead();

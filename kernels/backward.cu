@@ -1,11 +1,11 @@
-// backward: from dy and the deviations d that the forward saved, everything of the backward but its two GEMMs.
+// backward: computes, from dy and the deviations d that the forward saved, the whole backward except its two GEMMs.
 //
 //   dy (m, n) of T, any strides      d (m, n) of D, row pitch ldd, rows on 16 bytes
-//   training:   d = (g - mean(g)) / unit, unit a power of two of each feature (1 but for float16)
+//   training:   d = (g - mean(g)) / unit; each feature has a unit, a power of two (1 except for float16)
 //   inference:  d = g
 //
 // If the forward had an activation, both passes first turn dy into the gradient with respect to the activation's input
-// (BeforeY, common/activation.cuh). The formulas below call this dy.
+// (BeforeY, common/activation.cuh). In the formulas below, dy means this gradient.
 //
 // backward_sums.cu computes S = sum dy and E = sum dy (d - centre) in one pass. From these, backward_dg computes the
 // gradients of size O and, in a second pass, dg = a (dy - S/B - rate d), in T, as the GEMMs read it.
@@ -14,32 +14,32 @@
 //   inference:  dbeta = S    dbias = a S       dg = a dy    centre = running_mean / s - b, or near g
 //               dscale = gamma r (E + (centre + b) S)    dgamma = r (s E + (s (centre + b) - running_mean) S)
 //   IDENTITY:   dbias = S    dg = dy    d = y, or u: gsbn.linear, which has no norm; `saved` is not read
-// In 16 bits S, E and rate are first corrected for the rounding of d (Projection in backward/columns.cuh).
-// The forward left the factors in float64: `saved`, rows of n (SAVED_). Without a centre the two terms of dgamma would
-// cancel wherever g's mean is large beside its spread.
+// For 16-bit deviations, S, E and rate are first corrected for the rounding of d (Projection in backward/columns.cuh).
+// The forward left the factors in `saved`, in float64, as rows of n (SAVED_). Without a centre, the two terms of dgamma
+// would cancel where the mean of g is large relative to its spread.
 //
-// An item of work is a block of columns and dg_rows rows. A thread has VEC columns; `row_threads` threads share a row,
-// and a thread has every at_once.rows-th row (Places), which comes through its own pipeline in shared memory
-// (BackwardRows). Every item of backward_dg merges the splits of its columns by itself, in float64, in an order that
-// depends on the shape alone: there is no ticket, and no CTA waits for another. It runs from the last rows to the
-// first: backward_sums read forwards, so L2 still holds the end.
+// An item of work is a block of columns and dg_rows rows. A thread has VEC columns of every at_once.rows-th row;
+// `row_threads` threads share a row (Places). Rows come through the thread's own pipeline in shared memory
+// (BackwardRows). Every item of backward_dg merges all splits of its columns, in float64, in an order that depends only
+// on the shape: there is no ticket, and no CTA waits for another. backward_dg takes the last rows first: backward_sums
+// took the first rows first, so L2 still holds the end.
 //
-// If ranks share the batch, merge_sums runs between the two: the gradients of size O are of this rank's rows, dg of the
-// sums over all ranks (common/ranks.cuh), which then are the sums of one split.
+// If ranks share the batch, merge_sums runs between the two kernels (common/ranks.cuh). It computes the gradients of
+// size O from this rank's rows, and leaves the sums over all ranks as one split, from which backward_dg computes dg.
 //
-// Bytes moved: dy and d once, dg once (with TRANSPOSED twice), the minimum of a second pass; at (16384, 4096) in
-// bfloat16 403 MB.
+// Bytes moved: dy and d are read once, and dg is written once (with TRANSPOSED twice), the minimum of a second pass; at
+// (16384, 4096) in bfloat16 403 MB.
 #include "backward/columns.cuh"
 
-constexpr int COLUMNS = LANES * VEC;  // of a CTA, at most
-constexpr int TILE = STAGES * WARPS;  // with TRANSPOSED: rows of a tile, those of the CTA's pipelines
+constexpr int COLUMNS = LANES * VEC;  // the most columns that a CTA has
+constexpr int TILE = STAGES * WARPS;  // with TRANSPOSED: rows of a tile, as many as the CTA's pipelines hold
 constexpr int TILE_BYTES = VEC * LANES * (TILE + 1) * sizeof(T);  // read by gsbn/_plan/variants.py
 constexpr bool MERGED_BY_MANY = sizeof(G) == 4;                   // several threads share a column in merge_splits
 
-// If there are sums (splits > 0), every item merges those of its columns, and the items of the last rows write the
-// gradients of size O. Then, unless dg is null, it writes dg (m, n) of T, row pitch lddg, rows on 16 bytes; in
-// inference dg needs no sum. With TRANSPOSED it also writes the transpose (n, m), row pitch ld_transposed, through a
-// tile in shared memory, for cuBLAS's TF32.
+// If there are sums (splits > 0), every item merges the sums of its columns, and the items of the last rows write the
+// gradients of size O. Then, unless dg is null, each item writes dg (m, n) of T, row pitch lddg, rows on 16 bytes; in
+// inference dg needs no sums. With TRANSPOSED it also writes the transpose (n, m), row pitch ld_transposed, through a
+// tile in shared memory: cuBLAS reads it in TF32 products.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
                 const char* workspace, T* dg, T* transposed, void* to_bias, void* to_scale, void* to_gamma,
@@ -48,11 +48,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __shared__ uint4 pipeline[STAGES * CHUNKS * THREADS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
     __shared__ double scratch[MERGED_BY_MANY ? SUMS * THREADS : 1];
-    extern __shared__ T tile[];  // with TRANSPOSED [VEC][LANES][TILE + 1]: an odd pitch keeps lanes in different banks
+    extern __shared__ T tile[];  // with TRANSPOSED [VEC][LANES][TILE + 1]: an odd pitch puts lanes in different banks
 
     const Places<THREADS, VEC> at_once(TRANSPOSED ? LANES : p.row_threads);
     const unsigned blocks = at_once.blocks(p.n);
-    // in float64, which is exact here: a division of 64-bit integers is some hundred instructions
+    // float64 is exact here; a division of 64-bit integers would take about a hundred instructions
     const double items_of_rows = ceil(static_cast<double>(p.m) / static_cast<double>(p.dg_rows));
     const unsigned row_blocks = dg == nullptr ? 1 : static_cast<unsigned>(items_of_rows);
     for_each_item(blocks * row_blocks, [&](unsigned item) {
@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (p.splits > 0) {
             if (threadIdx.x < at_once.columns && own < p.n)
                 Factors{saved_of(p, saved, own), saved_pitch(p), own}.prefetch();
-            // Only now: the kernel ahead belongs to the same call, and has itself waited for whatever wrote what is
-            // read until here.
+            // Wait only now: the kernel ahead belongs to the same call, and has itself waited for the kernels that
+            // wrote the data read above.
             await_kernel_ahead();
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
                          [&](long long c, int column, const ColumnSums& sums) {
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             const auto turned = [&](int column, int row) -> T& {
                 return tile[(column % VEC * LANES + column / VEC) * (TILE + 1) + row];
             };
-            int begin = 0;  // the tile's first row of this thread
+            int begin = 0;  // number of this thread's first row in the tile
             for (long long row0 = end - TILE; row0 > end - height - TILE; row0 -= TILE, begin += STAGES) {
                 rows.down(begin, min(begin + STAGES, count), [&](int i, const Row& row) {
                     const Vector<T, VEC> out = write(i, row);
@@ -119,10 +119,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 
 // merge_sums: turns the sums of each rank into those of all ranks, in training. A thread has one column. First, unless
-// `gathered` is given, it merges the splits and posts their sums: to the other ranks or, for another library to gather,
-// to `posted`. Then, unless `totals` is null, it collects those of all ranks, adds them in the order of the ranks, stores
-// the gradients of size O, and writes to `totals` (SUMS, n) the sums of all ranks, scaled to this rank's rows: for
-// backward_dg they are those of p.m rows. It waits for other ranks as merge_statistics does.
+// `gathered` is given, it merges the splits and posts their sums: to the other ranks or, if another library gathers
+// them, to `posted`. Then, unless `totals` is null, it collects the sums of all ranks, adds them in the order of the
+// ranks, and stores the gradients of size O. It writes the totals to `totals` (SUMS, n), scaled by p.m / (rows of all
+// ranks), because backward_dg divides by p.m. It waits for other ranks as merge_statistics does.
 extern "C" __global__ void __launch_bounds__(THREADS)
     merge_sums(const __grid_constant__ BackwardProblem p, const D* d, const double* saved, const char* workspace,
                double* posted, Ranks* ranks, const double* gathered, double* totals, void* to_bias, void* to_scale,
@@ -171,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0 && totals != nullptr) exchange.leave(gridDim.x);
 }
 
-// sum_features: the gradient of one scale that all features share: the sum of theirs in float64, in a fixed order, by
-// one CTA.
+// sum_features: computes the gradient of one scale that all features share. One CTA adds the gradients of the features,
+// in float64 and in a fixed order.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sum_features(const __grid_constant__ BackwardProblem p, const double* of_features, void* to_scale) {
     await_kernel_ahead();

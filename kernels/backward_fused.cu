@@ -1,18 +1,20 @@
-// backward_fused: backward_sums and backward_dg (backward.cu has the formulas) in one launch, for up to 1024 rows a
-// CTA. A CTA, or with CLUSTER a cluster, has all rows of its columns: so their sums need no other CTA, only other ranks
-// (common/ranks.cuh). The CTAs of a cluster take rows in turn, and exchange their sums.
+// backward_fused: does the work of backward_sums and backward_dg (backward.cu has the formulas) in one launch, for up
+// to 1024 rows for each CTA. A CTA or, with CLUSTER, a cluster has all rows of its columns. So their sums need no
+// others, except those of other ranks (common/ranks.cuh). The CTAs of a cluster take rows in turn, and exchange their
+// sums.
 //
 //   dy (m, n) of T: rows on 16 bytes, or columns of stride 0
 //   d (m, n) of D, row pitch ldd, rows on 16 bytes, or null
 //   dg (m, n) of T, row pitch lddg, rows on 16 bytes, or null if it is not wanted
 //
 // A thread has 16 bytes of a row of dy (VEC columns); `row_threads` threads share a row, and a thread has every
-// at_once.rows-th row (Places), which comes through its own pipeline in shared memory (common/walk.cuh). Once rows are
-// added up (common/cluster_columns.cuh), several threads know the sums of a column: one computes the coefficients of
-// its dg, others a gradient of size O each. Sums are as in backward_sums.cu: GROUP rows in float32, all else in
-// float64.
+// at_once.rows-th row (Places). Rows come through the thread's own pipeline in shared memory (common/walk.cuh). After
+// the rows are summed (common/cluster_columns.cuh), several threads know the sums of a column: one computes the
+// coefficients of its dg, and each of the others computes a gradient of size O. Sums are computed as in
+// backward_sums.cu: GROUP rows in float32, everything else in float64.
 //
-// Bytes moved: dy, d and dg once, the minimum; and from L2 once more what did not fit into the pipelines.
+// Bytes moved: dy and d are read once and dg is written once, the minimum. Rows that did not fit into the pipelines are
+// read once more, from L2.
 #include "backward/columns.cuh"
 #include "common/cluster_columns.cuh"
 
@@ -65,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         memory.of_cluster.add(rank, column, part == 0, all.of);
         if (of.c < p.n) {
             Projection by(static_cast<double>(p.m), of, all.of);
-            double own_E = by.E;  // of this rank's rows
+            double own_E = by.E;  // E of this rank's rows
             if (TRAINING && ranks != nullptr) {
                 const BackwardExchange exchange(ranks, nullptr, 0, p.signature);
                 if (part == 0) post_sums(exchange, p, d, of, all);

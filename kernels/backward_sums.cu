@@ -1,18 +1,18 @@
-// backward_sums: the sums of the columns of dy and d (ColumnSums in backward/columns.cuh; backward.cu has the formulas),
-// the first of two passes.
+// backward_sums: computes the sums of each column of dy and d (ColumnSums in backward/columns.cuh; backward.cu has the
+// formulas). It is the first of two passes.
 //
 //   dy (m, n) of T: rows on 16 bytes, or columns of stride 0
 //   d (m, n) of D, row pitch ldd, rows on 16 bytes, or null if no gradient needs E
-//   workspace (splits, SUMS, n): the sums of some rows each, in float64
+//   workspace (splits, SUMS, n): the sums of each split's rows, in float64
 //
-// A CTA has a block of columns and sums_rows rows. A thread has VEC columns of every at_once.rows-th of these;
-// `row_threads` threads share a row (Places), and rows come through the thread's own pipeline in shared memory
-// (BackwardRows). GROUP rows are added in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|. Then
-// groups, threads, and the CTAs of a cluster are added in float64, in an order that depends on the shape alone. A split
-// is the rows of a CTA, or with CLUSTER of a cluster: so whoever needs the sums of all rows has few splits to read
-// (merge_splits). float64 rows are added with their rounding errors (Knuth's two-sum).
+// A CTA has a block of columns and sums_rows rows. A thread has VEC columns of every at_once.rows-th of these rows;
+// `row_threads` threads share a row (Places). Rows come through the thread's own pipeline in shared memory
+// (BackwardRows). GROUP rows are added in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|. The
+// sums of groups, of threads and of the CTAs of a cluster are then added in float64, in an order that depends only on
+// the shape. A split is the rows of a CTA or, with CLUSTER, of a cluster, so that merge_splits has few splits to read.
+// For float64 the sums include their rounding errors (Knuth's two-sum).
 //
-// Bytes moved: dy and d once, the minimum; at (16384, 4096) in bfloat16 268 MB.
+// Bytes moved: dy and d are read once, the minimum; at (16384, 4096) in bfloat16 268 MB.
 #include "backward/columns.cuh"
 #include "common/cluster_columns.cuh"
 
@@ -23,19 +23,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
     clear(zeros, p.words);
     __shared__ alignas(16) union {
         uint4 pipeline[STAGES * CHUNKS * THREADS];
-        double sums[2][VEC][THREADS];  // two at a time; the words of neighbouring threads are adjacent
+        double sums[2][VEC][THREADS];  // two of the SUMS at a time; neighbouring threads have adjacent words
     } memory;
     __shared__ ClusterTotals<LANES * VEC, false, SUMS / 2, FLOAT64> of_cluster;
 
     const Places<THREADS, VEC> at_once(p.row_threads);
     const int rank = rank_in_cluster();
     of_cluster.begin(rank, at_once.columns);
-    const unsigned splits = static_cast<unsigned>(p.splits), ctas = splits * CLUSTER;  // of a block of columns
+    const unsigned splits = static_cast<unsigned>(p.splits), ctas = splits * CLUSTER;  // CTAs of a block of columns
     const auto work = [&](unsigned item) {
         const long long block = item / ctas, split = item % ctas / CLUSTER;
         const long long col = block * at_once.columns + at_once.column;
         const long long begin = item % ctas * p.sums_rows;
-        // a cluster's last CTAs may have no rows
+        // the last CTAs of a cluster may have no rows
         const int height = static_cast<int>(max(min(p.sums_rows, p.m - begin), 0LL));
         const Column place(p, col);
         const int inside = place.inside<VEC>();
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
         ColumnSums all;
 #pragma unroll
         for (int pair = 0; pair < SUMS; pair += 2) {
-            __syncthreads();  // all rows, or sums, have been read: the memory is free
+            __syncthreads();  // all rows, or the two sums before, have been read: the memory is free
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
                 memory.sums[0][j][threadIdx.x] = sums[pair][j];

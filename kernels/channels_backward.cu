@@ -1,27 +1,28 @@
-// channels_backward: backward.cu with channels first: from dy and the deviations d that the forward saved, all of the
-// backward in training but its two products. dy, d and dg are (samples, n, length) in memory, of 16 bits; `length` is a
-// multiple of VEC. The formulas and the corrections for the rounding of d are backward.cu's (Projection).
+// channels_backward: backward.cu for channels first. From dy and the deviations d that the forward saved, it computes
+// all of the backward in training except the two products. dy, d and dg are (samples, n, length) in memory, with 16-bit
+// elements; `length` is a multiple of VEC. backward.cu has the formulas and the corrections for the rounding of d
+// (Projection).
 //
-// An item of work is a feature and a split of its words of 16 bytes, sums_rows of them; ldd is the length. A thread takes
-// AT_ONCE words at once, THREADS apart, all of one feature. channel_sums adds a thread's elements in float32, 2 VEC of
-// them, then in float64, in an order that depends on the shape alone. channel_dg merges the splits of its feature by
-// itself, in a fixed order; the items of the first split write the gradients of size O. It takes the items from the last
-// one on: channel_sums took them from the first one on, so L2 still holds the end. dg may overwrite d.
+// An item of work is one split of one feature: sums_rows words of 16 bytes. The field ldd holds the length. A thread
+// loads AT_ONCE words of one feature at once; they lie THREADS apart. channel_sums adds 2 VEC elements of a thread in
+// float32, and adds these sums in float64, in an order that depends only on the shape. Each item of channel_dg merges
+// all splits of its feature, in a fixed order; the items of the first split write the gradients of size O. channel_dg
+// takes the last item first: channel_sums took the first item first, so L2 still holds the end. dg may overwrite d.
 //
-// Bytes moved: channel_sums dy and d once, channel_dg dy and d once and dg once; at (32, 128, 4096) in bfloat16 67 and
-// 101 MB.
+// Bytes moved: channel_sums reads dy and d once; channel_dg reads dy and d once and writes dg once. At (32, 128, 4096)
+// in bfloat16 that is 67 and 101 MB.
 #include "backward/columns.cuh"
 
 static_assert(sizeof(T) == 2 && sizeof(D) == 2 && TRAINING && SUMS == 4, "training in 16 bits");
-constexpr int AT_ONCE = 4;  // words of 16 bytes that a thread has in flight, of dy and of d
+constexpr int AT_ONCE = 4;  // words of 16 bytes that a thread has in flight, from dy and from d each
 
 using Words = Vector<T, VEC>;
 
-// The words of an item: those of its feature in its split. All words of a feature are counted sample after sample.
+// The words of an item: one split of the words of one feature, which are numbered sample after sample.
 struct Strip {
     unsigned begin, count, of_sample;  // words
-    unsigned long long reciprocal;     // of of_sample
-    long long start, per_sample;       // the feature's first word; from sample to sample
+    unsigned long long reciprocal;     // reciprocal of of_sample, for quotient()
+    long long start, per_sample;       // the feature's first word; words from sample to sample
 
     __device__ Strip(const BackwardProblem& p, long long feature, long long split) {
         const long long first = split * p.sums_rows;
@@ -38,7 +39,8 @@ struct Strip {
     }
 };
 
-// Words of dy and of d that a thread has in flight, THREADS apart, from word i of a strip on; zeros beyond its end.
+// The words of dy and of d that a thread has in flight: from word i of a strip on, THREADS apart. Words beyond the
+// strip's end are zeros.
 struct InFlight {
     Words dy[AT_ONCE], d[AT_ONCE];
 

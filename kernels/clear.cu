@@ -1,8 +1,9 @@
-// clear: writes zeros. It stands in for a memset, whose CTAs would not be limited by `sms`.
+// clear: writes zeros. It replaces a memset, because `sms` would not limit the CTAs of a memset.
 //
 //   to: `bytes` of memory that starts on 16 bytes
 //
-// A thread writes 16 bytes at once; the last ones one by one. Bytes moved: `bytes`, the minimum.
+// A thread writes 16 bytes at once; it writes the last bytes, if they are fewer than 16, one by one. Bytes moved:
+// `bytes`, the minimum.
 #include "common/common.cuh"
 
 struct ClearProblem {

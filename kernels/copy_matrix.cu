@@ -1,12 +1,13 @@
-// copy_matrix: copies a matrix of any strides to any others, for a kernel that cannot read, or write, it where it lies.
+// copy_matrix: copies a matrix with any strides to one with any other strides, for a kernel that cannot read or write
+// the matrix where it lies.
 //
-//   from (rows, cols)  ->  to (rows, cols), strides in elements, of any sign; in what is read also 0
+//   from (rows, cols)  ->  to (rows, cols), strides in elements, of any sign; those of `from` may be 0
 //
 // An item of work is a tile of 64 x 64, which passes through shared memory. It is read along the shorter stride of
-// `from` and written along the shorter stride of `to`: a warp moves 32 adjacent elements each time, a thread 16
+// `from` and written along the shorter stride of `to`: a warp moves 32 adjacent elements at a time, and a thread has 16
 // elements in flight.
 //
-// Bytes moved: each element in and out once, the minimum.
+// Bytes moved: each element is read once and written once, the minimum.
 #include "common/common.cuh"
 
 #ifndef WORD_TYPE
@@ -15,7 +16,7 @@
 using Word = WORD_TYPE;
 
 constexpr int THREADS = 256, TILE = 64, EACH = TILE * TILE / THREADS;
-constexpr int PITCH = TILE + (sizeof(Word) == 2 ? 2 : 1);  // a column of the tile lies in different banks
+constexpr int PITCH = TILE + (sizeof(Word) == 2 ? 2 : 1);  // the elements of a column lie in different banks
 
 struct CopyMatrixProblem {
     long long rows, cols;
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long tiles_wide = (p.cols + TILE - 1) / TILE, height = (p.rows + TILE - 1) / TILE;
     for_each_item(tiles_wide * height, [&](long long item) {
         const long long row0 = item / tiles_wide * TILE, col0 = item % tiles_wide * TILE;
-        // the row and the column, in the tile, of a thread's element
+        // the row and the column of a thread's element in the tile
         const auto row_of = [](int i, bool down) {
             return down ? threadIdx.x % TILE : (i * THREADS + threadIdx.x) / TILE;
         };

@@ -1,20 +1,20 @@
-// copy_rows: copies up to three matrices, row by row, to rows with another alignment: before TMA reads them, to rows
-// that start on 16 bytes; after TMA wrote such rows, to where it could not write.
+// copy_rows: copies up to three matrices, row by row, to rows with another alignment. TMA needs rows that start on 16
+// bytes: this kernel makes them before TMA reads, or copies them away after TMA wrote.
 //
-//   from[i] (rows, cols), row pitch from_row  ->  to[i] (rows, cols), row pitch to_row; in pieces of 2 bytes
+//   from[i] (rows, cols), row pitch from_row  ->  to[i] (rows, cols), row pitch to_row; sizes are in pieces of 2 bytes
 //
-// A thread writes words of 16 bytes of `to`, WORDS at once and THREADS apart, so that a warp writes 512 adjacent bytes
-// of a row. It shifts a word together from the two words of `from` that hold its bytes; the next lane reads one of
-// these, too. At both ends of a row of `to`, a word that is not all the row's is written in pieces. No byte outside the
-// rows of `to` is written; outside the rows of `from`, but inside the matrix, some are read. An item of work is WORDS *
-// THREADS such words.
+// A thread writes WORDS words of 16 bytes to `to`. They lie THREADS apart, so a warp writes 512 adjacent bytes of a
+// row. The thread makes a word by shifts from the two words of `from` that hold its bytes; the next lane reads one of
+// these two words, too. At both ends of a row of `to`, a word that lies only partly in the row is written in pieces.
+// The kernel writes no byte outside the rows of `to`. It reads some bytes outside the rows of `from`, but inside the
+// matrix. An item of work is WORDS * THREADS words.
 //
-// Bytes moved: each byte in and out once, the minimum.
+// Bytes moved: each byte is read once and written once, the minimum.
 #include "common/common.cuh"
 
 constexpr int MATRICES = 3, THREADS = 256, WORDS = 4;
 using Piece = unsigned short;
-constexpr int PIECES = 16 / sizeof(Piece);  // of a word
+constexpr int PIECES = 16 / sizeof(Piece);  // pieces in a word
 
 struct CopyRowsProblem {
     long long rows[3], cols[3];        // 0 rows for no matrix
@@ -25,13 +25,13 @@ __device__ __forceinline__ unsigned misfit(const Piece* at) {
     return reinterpret_cast<size_t>(at) % 16 / sizeof(Piece);
 }
 
-// Shifts a word down by one piece, and puts another at its end.
+// Shifts a word down by one piece, and puts another piece at its end.
 __device__ __forceinline__ uint4 push(const uint4& word, unsigned piece) {
     return make_uint4(__funnelshift_r(word.x, word.y, 16), __funnelshift_r(word.y, word.z, 16),
                       __funnelshift_r(word.z, word.w, 16), word.w >> 16 | piece << 16);
 }
 
-// The word at an address on 16 bytes; zeros for what is not between `begin` and `end`.
+// The word at an address on 16 bytes; pieces outside [begin, end) become zero.
 __device__ __forceinline__ uint4 read_word(const Piece* at, const Piece* begin, const Piece* end) {
     if (at >= begin && at + PIECES <= end) return *reinterpret_cast<const uint4*>(at);
     uint4 word = {0, 0, 0, 0};
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     copy_rows(const __grid_constant__ CopyRowsProblem p, const Piece* from_a, Piece* to_a, const Piece* from_b,
               Piece* to_b, const Piece* from_c, Piece* to_c) {
     await_kernel_ahead();
-    // how many words a row of `to` has, wherever it starts; how many items a matrix has
+    // length: the most words that a row of `to` can touch, wherever it starts; items: how many items a matrix has
     const auto length = [&](int i) { return (p.cols[i] + PIECES - 2) / PIECES + 1; };
     const auto items = [&](int i) { return (p.rows[i] * length(i) + WORDS * THREADS - 1) / (WORDS * THREADS); };
     const long long first = items(0), second = first + items(1);
@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const long long row0 = start / wide;
         const unsigned rest = static_cast<unsigned>(start % wide) + threadIdx.x, width = static_cast<unsigned>(wide);
 
-        Piece* line[WORDS];    // of `to`
-        long long col[WORDS];  // of a word's first piece; it may lie before the row
+        Piece* line[WORDS];    // a word's row of `to`
+        long long col[WORDS];  // the column of a word's first piece; it may lie before the row
         uint4 low[WORDS], high[WORDS];
         unsigned shift[WORDS];
 #pragma unroll
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const long long row = row0 + at / width;
             line[i] = to + row * p.to_row[of];
             col[i] = static_cast<long long>(at % width) * PIECES - misfit(line[i]);
-            if (row >= rows) col[i] = cols;  // nothing
+            if (row >= rows) col[i] = cols;  // nothing to write
             if (col[i] >= cols) continue;
             const Piece* source = from + row * p.from_row[of] + col[i];
             shift[i] = misfit(source);

@@ -1,21 +1,22 @@
-// dual_gemm: both products of a backward of few rows, dx = dg w and dw = dgᵀ x, in 16 bits: one reading of w makes dx
-// while dw is written.
+// dual_gemm: computes both products of a backward of few rows, dx = dg w and dw = dgᵀ x, in 16 bits. It reads w once
+// for dx, and writes dw meanwhile.
 //
 //   dg (m, n), x (m, k), w (n, k), dw (n, k): rows start on 16 bytes; m <= ROWS      dx (m, k), contiguous
 //
-// A CTA has INPUTS input features, and the CTAs of a cluster share the features: each has `steps` steps of STEP. The
-// CTA's columns of x stay in shared memory. w and dg come step by step through a pipeline of STAGES, loaded by one
-// thread with TMA. Two warpgroups of consumers have 64 input features each. Of a step they multiply
+// A CTA has INPUTS input features, and the CTAs of a cluster divide the features: each has `steps` steps of STEP
+// features. The CTA's columns of x stay in shared memory. One thread loads w and dg with TMA, step by step, through a
+// pipeline of STAGES stages. Two warpgroups of consumers have 64 input features each. In a step they compute
 //   dxᵀ (64, ROWS) += wᵀ dg    (MN-major, K-major)     it stays in registers
 //   dw (STEP, 64) = dgᵀ x      (both MN-major)         it leaves through shared memory by TMA
-// An operand lies in rows of 128 bytes, swizzled (sm90/wgmma.cuh), so one dg serves both products. TMA reads zeros beyond
-// a matrix, which add nothing, and writes nothing there. At the end the CTAs of a cluster exchange their parts of dx
-// through distributed shared memory; each adds up and stores some rows, in the order of the CTAs.
+// An operand lies in rows of 128 bytes, swizzled (sm90/wgmma.cuh), so one dg serves both products. Beyond a matrix, TMA
+// reads zeros, which add nothing, and writes nothing. At the end the CTAs of a cluster exchange their parts of dx
+// through distributed shared memory. Each CTA adds the parts of some rows, in the order of the CTAs, and stores these
+// rows.
 //
-// Of what is read, dg alone is made by the kernel ahead: w and x are loaded before that has ended.
+// The kernel ahead makes only dg: w and x are loaded before that kernel has ended.
 //
-// Bytes moved: w once and dw once, the minimum; dg, which is small, from L2 once for each INPUTS input features. At (8,
-// 4096, 11008) 180 MB.
+// Bytes moved: w is read once and dw is written once, the minimum. dg is small; it is read from L2 once for each INPUTS
+// input features. At (8, 4096, 11008) that is 180 MB.
 #include "common/cluster.cuh"
 #include "common/common.cuh"
 #include "common/tma.cuh"
@@ -28,15 +29,15 @@
 
 struct DualGemmProblem {
     long long m, n, k;
-    long long steps;  // of a CTA
+    long long steps;  // steps of a CTA
 };
 
-constexpr int STEP = 64;     // features
+constexpr int STEP = 64;     // features in a step
 constexpr int INPUTS = 128;  // input features of a CTA
 constexpr int GROUPS = INPUTS / 64, CONSUMERS = 128 * GROUPS, THREADS = CONSUMERS + 128;
 constexpr int STAGES = ROWS == 128 ? 5 : ROWS == 64 ? 6 : 8;
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 24;
-constexpr int PAIRS = ROWS / 4 / CLUSTER;  // of neighbouring rows of dxᵀ: what a thread of a CTA adds up
+constexpr int PAIRS = ROWS / 4 / CLUSTER;  // pairs of neighbouring rows of dx that a thread adds up
 #if ELEMENT == ELEMENT_FLOAT16
 using Element = __half;
 #else
@@ -51,17 +52,18 @@ struct Shared {
     char x[GROUPS][ROWS * 128];
     union {
         Stage stage[STAGES];
-        float2 parts[CLUSTER][PAIRS][CONSUMERS];  // of dx, from each CTA
+        float2 parts[CLUSTER][PAIRS][CONSUMERS];  // parts of dx, from each CTA
     };
-    char dw[GROUPS][STEP * 128];  // on its way out
+    char dw[GROUPS][STEP * 128];  // dw of a step, before TMA stores it
     unsigned long long x_full, full[STAGES], empty[STAGES];
     unsigned long long drained, summed;  // all CTAs have read their stages; all parts of dx are here
 };
-// Read by gsbn/_plan/variants.py: x, the pipeline, dw, the barriers; and what aligns all of it to 1024 bytes.
+// Read by gsbn/_plan/variants.py. The sum of x, the pipeline, dw, the barriers, and the padding that aligns all of them
+// to 1024 bytes.
 constexpr int SHARED_BYTES = 128 * (ROWS * GROUPS + STAGES * (STEP * GROUPS + ROWS) + STEP * GROUPS) + 1280;
 static_assert(sizeof(Shared) + 1023 <= SHARED_BYTES, "a launch gives less than is used");
 
-// A thread of a warpgroup, which has input features from `input` on.
+// A thread of a warpgroup; the warpgroup has the input features from `input` on.
 struct Consumer {
     const DualGemmProblem& p;
     Shared& sh;
@@ -72,10 +74,10 @@ struct Consumer {
         asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
     }
 
-    // A step, whose operands have arrived: features from `feature` on.
+    // Computes a step, whose operands have arrived: the features from `feature` on.
     __device__ __forceinline__ void multiply(const Stage& stage, unsigned long long* empty, bool first,
                                              const TensorMap& dw_map, int feature) {
-        constexpr int NEXT = 16 * 128 / 16;  // what 16 of an MN-major k add to a descriptor; of a K-major one 2
+        constexpr int NEXT = 16 * 128 / 16;  // 16 of k add this to a descriptor if MN-major; 2 if K-major
         const auto of_w = operand_descriptor(smem(stage.w[group]), STEP * 128);
         const auto dg_k_major = operand_descriptor(smem(stage.dg), 16);
         const auto dg_mn_major = operand_descriptor(smem(stage.dg), ROWS * 128);
@@ -104,7 +106,7 @@ struct Consumer {
         if (thread % 32 == 0) mbar_arrive(empty);
     }
 
-    // dw of a step to shared memory; the swizzle spreads the lanes over all banks.
+    // Writes dw of a step to shared memory; the swizzle spreads the lanes over all banks.
     __device__ __forceinline__ void store_dw(const float (&dw)[32]) const {
         const int lane = thread % 32, row0 = thread / 32 * 16 + lane / 4;
 #pragma unroll
@@ -118,7 +120,7 @@ struct Consumer {
         }
     }
 
-    // The sum of dx over the cluster. CTA i gets pairs from i PAIRS on of every thread, from all CTAs.
+    // Adds dx over the cluster. CTA i receives, from all CTAs, PAIRS pairs of every thread: those from pair i PAIRS on.
     __device__ __forceinline__ void add_up(float2 (&sums)[PAIRS]) const {
         const int rank = rank_in_cluster(), own = group * 128 + thread;
         if constexpr (CLUSTER == 1) {
@@ -166,8 +168,8 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS
     dual_gemm(const __grid_constant__ DualGemmProblem p,
-              const __grid_constant__ TensorMap dg_map,  // boxes of ROWS rows x 128 bytes, swizzled as all are
-              const __grid_constant__ TensorMap x_map,   // of ROWS rows
+              const __grid_constant__ TensorMap dg_map,  // boxes of ROWS rows x 128 bytes; all boxes are swizzled
+              const __grid_constant__ TensorMap x_map,   // boxes of ROWS rows
               const __grid_constant__ TensorMap w_map,   // of STEP rows
               const __grid_constant__ TensorMap dw_map,  // of STEP rows
               Element* dx) {
@@ -207,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS
             };
             const int ahead = min(count, STAGES);
             for (int step = 0; step < ahead; ++step) load_w(step);
-            // Only now: the kernel ahead belongs to the same call, and has itself waited for whatever wrote w and x.
-            // Consumers write nothing before they have dg.
+            // Wait only now: the kernel ahead belongs to the same call, and has itself waited for the kernels that
+            // wrote w and x. Consumers write nothing before they have dg.
             await_kernel_ahead();
             for (int step = 0; step < ahead; ++step) load_dg(step);
             for (int step = ahead; step < count; ++step) {

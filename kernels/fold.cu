@@ -1,9 +1,10 @@
-// fold: folds batch normalisation with frozen statistics into the linear layer, in float64, rounded once.
+// fold: folds batch normalisation with frozen statistics into the linear layer. It computes in float64 and rounds once.
 //
 //   w (n, k) of T, row pitch ldw  ->  w_folded (n, k) of T, contiguous      w_folded = (gamma r s) w
 //   b_folded (n) of T = gamma r (s b - running_mean) + beta                r = 1 / sqrt(running_var + eps)
 //
-// A CTA has one row of w; its threads take THREADS columns at a time. Bytes moved: w once in and once out, the minimum.
+// A CTA has one row of w; its threads take THREADS columns at a time. Bytes moved: w is read once and w_folded is
+// written once, the minimum.
 #include "common/common.cuh"
 
 #ifndef X_TYPE

@@ -1,5 +1,5 @@
-// gemm_tiled: g = x w^T on the ordinary arithmetic units of any GPU. It serves what cuBLAS cannot (a dimension over
-// 2^31), and is a yardstick that depends on no vendor's library.
+// gemm_tiled: computes g = x w^T on the ordinary arithmetic units of any GPU. It serves calls that cuBLAS cannot serve
+// (a dimension over 2^31), and is a yardstick that does not depend on a vendor's library.
 //
 //   x (m, k) of T, row pitch ldx      w (n, k) of T, row pitch ldw      g (m, n) of C, row pitch ldg, g on 16 bytes
 //   T: float, __half, __nv_bfloat16 with G = float;  double with G = double;  C is G or T
@@ -11,9 +11,10 @@
 // BLOCK_K columns are loaded into registers while the current ones are multiplied; there are two buffers, and one
 // barrier a step.
 //
-// Accuracy: a plain sum over k errs by about u sqrt(k/6) norm-wise. Every PROMOTE columns the partial sum is added to a
-// second register tile, which leaves about u sqrt(PROMOTE/6 + k/PROMOTE/6). float64 also keeps what these additions
-// round off, which leaves u sqrt(PROMOTE/6): of few features, or of many rows, cuBLAS errs less than a plain sum.
+// Accuracy: a plain sum over k errs by about u sqrt(k/6) norm-wise. After every PROMOTE columns the partial sum is
+// added to a second register tile, which reduces the error to about u sqrt(PROMOTE/6 + k/PROMOTE/6). float64 also keeps
+// the rounding errors of these additions, which reduces the error to u sqrt(PROMOTE/6): with few features or many rows,
+// cuBLAS errs less than a plain sum.
 //
 // Bytes moved: each x tile is read once for each column of tiles and each w tile once for each row of tiles: m n k
 // (1/BLOCK_M + 1/BLOCK_N) elements; the minimum is (m + n) k. Tiles run down the columns, so that a wave shares its w
@@ -38,7 +39,7 @@ using G = G_TYPE;
 using C = C_TYPE;
 
 struct GemmTiledProblem {
-    long long m, n, k;        // rows of x, rows of w, what is summed over
+    long long m, n, k;        // rows of x, rows of w, terms of the sum
     long long ldx, ldw, ldg;  // row pitches in elements
     long long flags;          // FLAG_VECTOR_X, FLAG_VECTOR_W
 };
@@ -93,7 +94,7 @@ struct Stage {
     }
 };
 
-constexpr int CTAS = sizeof(G) == 8 ? 2 : 1;  // on an SM: as many as 16-bit and float32 tiles fit by themselves
+constexpr int CTAS = sizeof(G) == 8 ? 2 : 1;  // CTAs on an SM; 16-bit and float32 tiles fit twice without this
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     gemm_tiled(const __grid_constant__ GemmTiledProblem p, const T* x, const T* w, C* g) {
@@ -136,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                 for (int kk = first; kk < first + PROMOTE; ++kk) {
                     Vector<G, FRAG_M> xf[THREAD_M / FRAG_M];
                     Vector<G, FRAG_N> wf[THREAD_N / FRAG_N];
-                    // A thread's fragments lie BLOCK / fragments apart: its neighbours' reads are adjacent, free of
-                    // conflicts.
+                    // A thread's fragments lie BLOCK / fragments apart, so that neighbouring threads read adjacent
+                    // words without bank conflicts.
 #pragma unroll
                     for (int f = 0; f < THREAD_M / FRAG_M; ++f)
                         xf[f] = *reinterpret_cast<const Vector<G, FRAG_M>*>(

@@ -1,15 +1,15 @@
-// What follows from all ghost batches of a call (common/ghost.cuh), feature by feature, in float64.
+// Two kernels that combine the results of all ghost batches of a call (common/ghost.cuh), for each feature, in float64.
 //
-//   track_ghosts: the running statistics, as if BatchNorm1d had seen the ghost batches one after the other
-//                 v <- (1 - mu) v + mu w    for the statistics w of each, in order
-//   sum_ghosts:   the gradients of size O, which are sums over the ghost batches
+//   track_ghosts: updates the running statistics as if BatchNorm1d had seen the ghost batches one after the other
+//                 v <- (1 - mu) v + mu w    for the statistics w of each ghost batch, in order
+//   sum_ghosts:   computes the gradients of size O, which are sums over the ghost batches
 //
-// An item is LANES features. Each warp takes consecutive ghost batches, and one warp for each result merges what the
-// warps found, in order: a warp of track_ghosts turns v into keep v + moved. So the order of all sums depends on the shape
-// alone.
+// An item is LANES features. Each warp takes consecutive ghost batches, and one warp for each result merges the results
+// of the warps, in order: in track_ghosts, the ghost batches of a warp turn v into keep v + moved. So the order of all
+// sums depends only on the shape.
 //
-// Bytes moved: 16 for each feature of a ghost batch in track_ghosts, 8 for each gradient of one in sum_ghosts; 1 MB for
-// 128 ghost batches of 512 features.
+// Bytes moved: for each feature of a ghost batch, track_ghosts reads 16 bytes, and sum_ghosts reads 8 bytes for each
+// gradient; 16 bytes make 1 MB for 128 ghost batches of 512 features.
 #include "common/ghost.cuh"
 
 constexpr int LANES = 32, WARPS = 8, THREADS = LANES * WARPS;
@@ -71,7 +71,7 @@ struct SumProblem {
     long long to_bias, to_scale, to_gamma, to_beta;  // vector codes, see fetch
 };
 
-// gradients (4, n): those of bias, scale, gamma and beta, of those that are asked for.
+// gradients (4, n): the gradients of bias, scale, gamma and beta. Rows that were not asked for are not read.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sum_ghosts(const __grid_constant__ SumProblem p, const double* gradients, void* to_bias, void* to_scale,
                void* to_gamma, void* to_beta) {

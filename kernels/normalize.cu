@@ -1,19 +1,20 @@
-// normalize: y = f(a ((g - mean) - mean_low) + beta), feature by feature, in one pass over g. f: common/activation.cuh.
+// normalize: computes y = f(a ((g - mean) - mean_low) + beta) for each feature, in one pass over g (f:
+// common/activation.cuh).
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
-//   With D_TYPE, g - mean is saved for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself; in
-//   float16 in units of each feature's own (SAVED_UNIT).
+//   With D_TYPE, g - mean is saved for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
+//   float16 deviations are in units, of which each feature has its own (SAVED_UNIT).
 //
 // merge_statistics has left the constants of each feature in the workspace. With RUNNING (inference), each CTA computes
-// those of its columns from the running statistics. For few rows normalize_fused computes statistics and y in one
-// launch.
+// the constants of its columns from the running statistics. For few rows, normalize_fused computes statistics and y in
+// one launch.
 //
 // An item of work is a block of columns and `normalize_rows` rows. A thread keeps the constants of its VEC columns (16
-// bytes of g) in registers and goes down every at_once.rows-th row (Places), UNROLL rows in flight. Items run from the
-// last rows to the first: scale_stats read g forwards, so L2 still holds the end. The first thread also counts the
-// batch: every kernel that reads num_batches_tracked ran in an earlier launch.
+// bytes of g) in registers and takes every at_once.rows-th row (Places), with UNROLL rows in flight. Items run from the
+// last rows to the first: scale_stats read g from the start, so L2 still holds the end. The first thread also counts
+// the batch: every kernel that reads num_batches_tracked ran in an earlier launch.
 //
-// Bytes moved: g, y and the deviations once, the minimum; at (16384, 4096) in float32 537 MB, and 268 MB for the
+// Bytes moved: g, y and the deviations once, the minimum; at (16384, 4096) in float32 537 MB, plus 268 MB for the
 // deviations.
 #include "normalize/normalized.cuh"
 
@@ -22,7 +23,7 @@
 #endif
 
 constexpr int UNROLL = 4;
-constexpr int CTAS = SAVE_DEVIATIONS ? 3 : 4;  // on an SM at least: as many as fit without spilling
+constexpr int CTAS = SAVE_DEVIATIONS ? 3 : 4;  // the least number on an SM: as many as fit without spilling
 constexpr int WIDEST = 32 * VEC;               // columns of a block
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)

@@ -1,22 +1,22 @@
-// normalize_fused: scale_stats, merge_statistics and normalize in one launch, in training, for up to 1024 rows. A CTA
-// has all rows of its columns, computes their statistics (normalize/features.cuh has the formulas), and then y.
+// normalize_fused: does the work of scale_stats, merge_statistics and normalize in one launch, in training, for up to
+// 1024 rows. A CTA has all rows of its columns. It computes their statistics (normalize/features.cuh has the formulas),
+// and then y.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
-//   With D_TYPE, g - mean is saved for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself; in
-//   float16 in units of each feature's own (SAVED_UNIT).
+//   With D_TYPE, g - mean is saved for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
+//   float16 deviations are in units, of which each feature has its own (SAVED_UNIT).
 //
 // A thread has 16 bytes of a row of g (VEC columns); `row_threads` threads share a row, and a thread has every
-// at_once.rows-th row (Places). Rows come through the thread's own pipeline in shared memory (common/walk.cuh). It adds
-// them up in float64, about a value near the first rows. Then several threads know the moments of a column: one
-// computes its constants, another what the backward needs, a third the running statistics.
+// at_once.rows-th row (Places). Rows come through the thread's own pipeline in shared memory (common/walk.cuh). The
+// thread adds its rows in float64, about a value near the first rows. Several threads then know the moments of a
+// column: one computes the constants of y, another what the backward needs, and a third the running statistics.
 //
-// Bytes moved: g, y and the deviations once, the minimum; and from L2 once more what of g did not fit into the
-// pipelines.
+// Bytes moved: g, y and the deviations once, the minimum. Rows that did not fit into the pipelines come from L2 again.
 #include "normalize/normalized.cuh"
 #include "common/walk.cuh"
 #include "common/cluster_columns.cuh"
 
-constexpr int STAGES = 4;         // rows of a thread in flight
+constexpr int STAGES = 4;         // rows that a thread has in flight
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 enum : int { OF_SLOPE = AFFINE_ROWS, OF_INVERSE_UNIT, CONSTANT_ROWS };
 
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) *num_batches_tracked += batches_of(p);
     __shared__ Shared memory;
 #if RENORM
-    const Limits<double> limits(p, renorm, p.warmup);  // no warm-up: the count may have been raised already
+    const Limits<double> limits(p, renorm, p.warmup);  // there is no warm-up: the count may have been raised already
 #else
     const Limits<double> limits;
 #endif
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         Moments moments;
 #pragma unroll 1
         for (bool again = false;; again = true) {
-            double sums[2][VEC] = {}, of_column[2];  // of d and d^2
+            double sums[2][VEC] = {}, of_column[2];  // sums of d and of d^2
             rows.down(0, count, [&](int, const Vector<G, VEC>& in) {
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             if (part == 0) memory.pivot[column] = static_cast<G>(moments.mean);
             __syncthreads();
             pivot = *reinterpret_cast<const Vector<G, VEC>*>(&memory.pivot[at_once.column]);
-            rows.up([](int, const Vector<G, VEC>&) {});  // back to where a pass down begins
+            rows.up([](int, const Vector<G, VEC>&) {});  // go back to where a pass down begins
             __syncthreads();
         }
         if (c < p.n) {

@@ -1,11 +1,11 @@
-// reduce_split_k: adds up the partial products that the CTAs of tall_product, or of skinny_backward, made of some rows
-// each: in float64, in the order of the parts.
+// reduce_split_k: adds the partial products of the CTAs of tall_product, skinny_backward or forward_sm90
+// (K_IN_SAMPLES), in float64 and in a fixed order.
 //
-//   parts (number, size): float32; each is n rows of `pitch` elements, a multiple of 4, of which the first k are used
+//   parts (number, size): float32; a part is n rows of `pitch` elements, a multiple of 4; the first k of a row are used
 //   c (n, k), contiguous, in the dtype of a vector code (to_c)
 //
-// Threads. `share` threads of a CTA share four neighbouring elements of c: each adds them over some of the parts. Bytes
-// moved: the parts and c once, the minimum.
+// Threads. `share` threads of a CTA share four neighbouring elements of c: each thread adds these elements over some of
+// the parts. Bytes moved: the parts are read once and c is written once, the minimum.
 #include "common/common.cuh"
 
 struct ReduceSplitKProblem {

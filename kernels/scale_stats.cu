@@ -1,5 +1,5 @@
-// scale_stats: the statistics of g, in one pass over it (normalize/features.cuh has the formulas). merge_statistics:
-// all that follows from them.
+// scale_stats: computes the statistics of g in one pass over g (normalize/features.cuh has the formulas).
+// merge_statistics: merges them and computes everything that follows from them.
 //
 //   g (m, n) of G (float or double), row pitch ldg, rows on 16 bytes
 //
@@ -7,7 +7,8 @@
 // share a row, and a thread has every at_once.rows-th row (Places), GROUP rows at a time. It writes mean and M2 of each
 // column to the partials, (splits, 2, ldg).
 //
-// Bytes moved: g once, the minimum, and 16 bytes for each column and split: at (16384, 4096) 268 MB + 1 MB.
+// Bytes moved: g is read once, the minimum, and 16 bytes are written for each column and split: at (16384, 4096) 268 MB
+// + 1 MB.
 #include "normalize/features.cuh"
 #include "common/ranks.cuh"
 
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
         Vector<G, VEC> pivot = near_first(g + begin * p.ldg + place.at(p.ldg), p.ldg, end - begin, inside);
         const long long row = begin + at_once.row, c = block * at_once.columns + threadIdx.x;
-        const bool mine = threadIdx.x < at_once.columns && c < p.n;  // a thread then has a column
+        const bool mine = threadIdx.x < at_once.columns && c < p.n;  // whether this thread has a column to finish
         Moments pooled = {};
 #pragma unroll 1
         for (bool again = false;; again = true) {
@@ -71,20 +72,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 
 // merge_statistics: merges the partials of all splits, and of all ranks if they share the batch. It computes the
-// constants of y, what a backward needs, and the running statistics. The splits may be far apart: they are pooled about
-// the mean of the first one, mean_0 (in float64 about the mean of all), as the groups of a CTA are about a row
-// (normalize/features.cuh):
+// constants of y, what a backward needs, and the running statistics. The means of the splits may be far apart. So the
+// splits are pooled about the mean of the first split, mean_0 (for float64, about the mean of all), just as the groups
+// of a CTA are pooled about a row (normalize/features.cuh):
 //   first = sum n_i (mean_i - mean_0),  second = sum (M2_i + n_i (mean_i - mean_0)^2)
 //
-// An item is `merge_columns` columns. THREADS / merge_columns threads share a column: each fetches an argument and adds
-// up some of the splits. From the sum of these, one of them computes the constants, one what a backward needs, one the
-// running statistics.
+// An item is `merge_columns` columns. THREADS / merge_columns threads share a column: each of them fetches an argument
+// and adds some of the splits. From the total, one thread computes the constants of y, one what a backward needs, and
+// one the running statistics.
 //
-// Ranks (common/ranks.cuh). Through peer memory it posts mean and M2 of this rank's rows, and waits for those of the
-// others: two letters (32 bytes) for each feature and rank. The CTAs of all ranks take items in the same order, and a
-// CTA posts before it waits: so no two ranks wait for each other, however many CTAs each has. If another library
-// exchanges the statistics, there are two launches: the first one ends with what is `posted`, the second one begins
-// with what was `gathered`.
+// Ranks (common/ranks.cuh). Through peer memory the kernel posts mean and M2 of this rank's rows, and waits for those
+// of the other ranks: two letters (32 bytes) for each feature and rank. The CTAs of all ranks take items in the same
+// order, and a CTA posts before it waits. So no two ranks wait for each other, however many CTAs each has. If another
+// library exchanges the statistics, there are two launches: the first ends with writing `posted`, the second begins
+// with reading `gathered`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     merge_statistics(const __grid_constant__ ForwardProblem p, char* workspace, double* posted, Ranks* ranks,
                      const double* gathered, const void* bias, const void* scale, const void* gamma, const void* beta,
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const double rows_of_last = static_cast<double>(p.m - (splits - 1) * p.stats_rows);
             const double* of_split = reinterpret_cast<const double*>(workspace + p.partials) + c;
             double mean_0 = there ? of_split[0] : 0.0;
-            if (sizeof(G) == 8 && there) {  // which has no bits to spare: about the mean of all
+            if (sizeof(G) == 8 && there) {  // float64 has no bits to spare: pool about the mean of all
                 double shift = 0.0;
 #pragma unroll 4
                 for (int i = 1; i < splits; ++i)
@@ -167,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 rows = all.right ? all.rows : 0.0;
                 mean = all.mean;
                 m2 = all.m2;
-                if (rows <= 1.0) counted = false;  // and no statistics are tracked
+                if (rows <= 1.0) counted = false;  // then no statistics are tracked, either
             }
             pooled[ROWS][at] = rows;
             pooled[MEAN][at] = mean;
@@ -199,5 +200,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for_each_item(items, [&](long long item) { merge(item, &exchange); });
     __syncthreads();
     const bool last = threadIdx.x == 0 && exchange.leave(gridDim.x);
-    if (last && num_batches_tracked != nullptr && counted) *num_batches_tracked = batches + 1;  // every CTA has read it
+    if (last && num_batches_tracked != nullptr && counted) *num_batches_tracked = batches + 1;  // all have read it
 }

@@ -1,36 +1,35 @@
-// skinny: a forward of many rows that are short, without g in memory. skinny_stats computes g from x and keeps only its
-// statistics. skinny_normalize computes the same g again, bit for bit, and y from it. They take the place of
-// scale_stats and normalize; merge_statistics runs between them. skinny_product (limbs alone) writes g itself: it is
-// the backward's dx = dg w, with dg for x and the columns of w as rows. It takes the place of split_limbs and of
-// forward_sm90's GEMM.
+// skinny: computes a forward of many short rows without writing g to memory. skinny_stats computes g from x and keeps
+// only its statistics. skinny_normalize computes the same g again, bit for bit, and y from it. They replace scale_stats
+// and normalize; merge_statistics runs between them. skinny_product (for limbs only) writes g itself: it computes the
+// backward's dx = dg w, with dg as x and the columns of w as rows. It replaces split_limbs and forward_sm90's GEMM.
 //
 //   x (m, k) of T, row pitch ldx; rows start on 16 bytes and have at most CHUNKS * 64 bytes
 //   weight (n, k) of T, row pitch ldw
 //   y (m, n) of T, any strides; with SAVE_DEVIATIONS, g - mean(g) in deviations (m, n), row pitch ldg, rows on 16 bytes
-//   g (m, n) of T, of skinny_product, row pitch ldg
-//   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, as limbs, or in IEEE float32 by FMAs. By limbs, rows of
-//   x may be as long as the limbs of the weight fit into shared memory.
+//   g (m, n) of T, written by skinny_product, row pitch ldg
+//   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, as limbs, or in IEEE float32 by FMAs. With limbs,
+//   rows of x may be as long as the limbs of the weight fit into shared memory.
 //
-// Threads. A CTA has an SM to itself, FEATURES features and p.stats_rows rows; p.splits CTAs share the rows of the same
-// features. It loads the weight into shared memory, and each warp takes tiles of the rows (Tiles); by limbs, four warps
-// take a tile together. Warps wait for each other only at the end.
+// Threads. A CTA has an SM to itself, FEATURES features and p.stats_rows rows; p.splits CTAs divide the rows of the
+// same features. It loads the weight into shared memory, and each warp takes tiles of the rows (Tiles); with limbs,
+// four warps take a tile together. Warps wait for each other only at the end.
 //
-// Statistics. In skinny_stats a lane adds d = g - p and d^2 for each of its features: GROUP rows in float32, then over
-// the lanes that have the same feature, then in float64. The pivot p is the mean of the warp's first tile; whenever the
-// number of rows has doubled, it becomes the mean of all rows so far. So the sum of d^2 is at most a few M2 whatever
-// the data: M2 of the rows before and of the rows since are parts of the whole M2 (Chan: n1 n2 / (n1 + n2) (mean1 -
-// mean2)^2). About any one row of the data the sum could be far larger than M2, and its rounding in float32 would drown
-// M2.
+// Statistics. In skinny_stats a lane adds d = g - p and d^2 for each of its features. It adds GROUP rows in float32;
+// the lanes that have the same feature add these sums; then they are added in float64. The pivot p is the mean of the
+// warp's first tile; whenever the number of rows has doubled, p becomes the mean of all rows so far. So the sum of d^2
+// is at most a few times M2, whatever the data are: M2 of the rows before p moved and M2 of the rows since are parts of
+// the whole M2 (Chan: n1 n2 / (n1 + n2) (mean1 - mean2)^2). About any one row of the data, the sum could be far larger
+// than M2, and its float32 rounding error, too.
 //
-// Bytes moved. x twice and y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Writing and reading
-// g, which is float32, would add 256 MB. skinny_normalize begins where skinny_stats ended, with the rows that L2 still
-// holds. skinny_product moves x and g once: at (802816, 128, 128) 822 MB. Writing limbs of x and reading them would add
-// 822 MB.
+// Bytes moved. x is read twice and y is written once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g.
+// To write and read g, which is float32, would add 256 MB. skinny_normalize begins where skinny_stats ended, with the
+// rows that L2 still holds. skinny_product reads x and writes g once: at (802816, 128, 128) 822 MB. To write limbs of x
+// and read them would add 822 MB.
 #include "skinny/tiles.cuh"
 
-// rows of a lane that are added in float32; by limbs only those of a tile, because the sums take registers
+// how many rows of a lane are added in float32; with limbs only those of one tile, because the sums take registers
 constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
-constexpr bool GROUP_IS_TILE = GROUP == LANE_ROWS;  // then a tile assigns the sums that others add to
+constexpr bool GROUP_IS_TILE = GROUP == LANE_ROWS;  // the sums then start anew with each tile
 
 #ifndef SAVE_DEVIATIONS
 #define SAVE_DEVIATIONS 0
@@ -38,8 +37,8 @@ constexpr bool GROUP_IS_TILE = GROUP == LANE_ROWS;  // then a tile assigns the s
 
 extern __shared__ __align__(1024) char shared[];
 
-// Sums over the eight lanes that have the same features. Each of them gets N / 8 of the N sums, from lane / 4 * N / 8
-// on.
+// Adds N numbers over the eight lanes that have the same features. Each lane gets N / 8 of the N sums, from number lane
+// / 4 * N / 8 on.
 template <int N, int BIT = 16>
 __device__ __forceinline__ void sum_over_rows(float* v, int lane) {
 #pragma unroll
@@ -51,8 +50,8 @@ __device__ __forceinline__ void sum_over_rows(float* v, int lane) {
     if constexpr (BIT > 4) sum_over_rows<N / 2, BIT / 2>(v, lane);
 }
 
-// The work of a CTA: its block of FEATURES features, the first of these, and its number among the p.splits CTAs of the
-// block.
+// The work of a CTA: its block of FEATURES features, the first feature of the block, and the CTA's number among the
+// p.splits CTAs of the block.
 struct CtaWork {
     unsigned block, cta;
     int first;
@@ -85,8 +84,8 @@ __device__ inline void load_operand(const P& p, const T* w, int first, uint4* we
         load_weight(p, w, first, weight);
 }
 
-// Adds d = g - pivot and d^2 of a lane's elements to the sums of their features. Rows from `inside` on become the pivot,
-// which adds nothing.
+// Adds d = g - pivot and d^2 of a lane's elements to the sums of their features. Rows from `inside` on are set to the
+// pivot, so that they add nothing.
 __device__ __forceinline__ void add_tile(OfLane& g, const float* pivots, int lane, int inside, bool whole,
                                          float (&sum)[LANE_FEATURES], float (&squares)[LANE_FEATURES]) {
     if (!whole)
@@ -123,13 +122,13 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 
     constexpr int N = LANE_FEATURES, M = N / 8;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    __shared__ __align__(16) float pivots[WARPS][FEATURES];  // p of each warp
+    __shared__ __align__(16) float pivots[WARPS][FEATURES];  // the pivot p of each warp
     const int own = feature_of(lane % 4, lane / 4 * M);  // the first of M adjacent features whose sums this lane gets
     static_assert(WORD % M == 0, "they lie in one word");
     float* const pivot = pivots[warp] + own;
-    float sum[N] = {}, squares[N] = {};    // about p, since the last settle_sums
-    double first[M] = {}, second[M] = {};  // about p, over the warp's rows until then
-    int rows = 0, moved = 0;               // the warp's rows: so far, and when p last moved
+    float sum[N] = {}, squares[N] = {};    // sums about p, since the last settle_sums
+    double first[M] = {}, second[M] = {};  // sums about p, over the warp's rows before
+    int rows = 0, moved = 0;               // number of the warp's rows: so far, and when p last moved
     const auto settle_sums = [&] {
         if (rows == 0) return;
         sum_over_rows<N>(sum, lane);
@@ -155,11 +154,11 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         }
         __syncwarp();
     };
-    int since = 0;  // a lane's rows in sum and squares
+    int since = 0;  // how many rows of a lane are in sum and squares
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
         const int inside = whole ? ROWS : static_cast<int>(max(tiles.end - row0, 0LL));
-        bool fresh = rows == 0 && inside > 0;  // it is taken twice: about its first row, then about the mean
+        bool fresh = rows == 0 && inside > 0;  // the first tile is added twice: about its first row, then its mean
         rows += inside;
         if (fresh) {
             if (lane < 4)
@@ -171,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         for (;; fresh = false) {
             add_tile(g, pivots[warp], lane, inside, whole, sum, squares);
             if (!fresh) break;
-            // the tile's mean: its first row, and the mean difference from it: exact where all rows are equal
+            // the tile's mean is its first row plus the mean difference from that row: exact if all rows are equal
             sum_over_rows<N>(sum, lane);
             __syncwarp();
 #pragma unroll
@@ -214,9 +213,9 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     partials[p.ldg] = pooled.m2;
 }
 
-// Stores y, and deviations, of all tiles of g. of(at) returns a function for the WORD features from the CTA's feature
-// `at` on, which turns an element of g and its number among them into an element of y and a deviation. (Strides are
-// references: values would cost registers.)
+// Stores y and the deviations of all tiles of g. of(at) returns a function for the WORD features from the CTA's feature
+// `at` on. It turns an element of g, with its number among these features, into an element of y and a deviation.
+// (Strides are references, because values would cost registers.)
 template <typename P, typename Of>
 __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int first, const float* backs, T* y,
                                             const long long& y_row, const long long& y_col, T* deviations,
@@ -306,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         Vector<float, WORD> inverse_unit = {}, slope = a;
         if constexpr (SAVE_DEVIATIONS && in_units<T>) {
             inverse_unit = row(inverse_units);
-            if constexpr (Activation<T>::JUMPS) slope = row(slopes);  // only then is it read
+            if constexpr (Activation<T>::JUMPS) slope = row(slopes);  // it is read only then
         }
         return [=](float g, int l, T& out, T& deviation) {
             const float d = (g - mean.at[l]) - mean_low.at[l];
@@ -319,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     store_tiles(p, tiles, work.first, backs, y, p.y_row, p.y_col, deviations, of);
 }
 
-#if ELEMENT == ELEMENT_LIMBS && !SAVE_DEVIATIONS  // other operands have other kernels for this
+#if ELEMENT == ELEMENT_LIMBS && !SAVE_DEVIATIONS  // for other operands, other kernels do this
 struct ProductProblem {
     long long m, n, k;
     long long ldx, ldw, ldg;  // row pitches in elements
@@ -329,7 +328,7 @@ struct ProductProblem {
 
 extern "C" __global__ void __launch_bounds__(CTA, 1)
     skinny_product(const __grid_constant__ ProductProblem p, const T* x, const T* w, T* g) {
-    await_kernel_ahead();  // it may have copied the weight
+    await_kernel_ahead();  // the kernel ahead may have copied the weight
     const CtaWork work(p);
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[FEATURES];

@@ -1,32 +1,32 @@
-// skinny_backward: for many rows that are short, dg, dx = dg w and dw = dgᵀ x from one reading of dy, d and x. dg is
-// never written. It takes the place of backward_dg and of two products. reduce_split_k adds up the parts of dw that its
-// CTAs make.
+// skinny_backward: computes dg, dx = dg w and dw = dgᵀ x for many short rows. It reads dy, d and x once and never
+// writes dg. It replaces backward_dg and two products. Each CTA makes a part of dw; reduce_split_k adds the parts.
 //
 //   dy (m, n) of T, row pitch dy_row      d (m, n) of T, row pitch ldd      x (m, k), row pitch ldx: rows on 16 bytes
 //   weight (n, k), row pitch ldw, n <= FEATURES CLUSTER, k <= INPUTS      dx (m, k), contiguous, or null
-//   partials (CTAs or clusters, features, INPUTS), float32: the part of dw (n, k) that each made
+//   partials (CTAs or clusters, features, INPUTS), float32: each CTA's or cluster's part of dw (n, k)
 //
 // dg is computed as backward_dg computes it, from the sums in the workspace, and rounded to T. The first CTA, or
 // cluster, writes the gradients of size O.
 //
-// Threads. A CTA has skinny_rows rows. Its TEAMS (skinny/products.cuh) take tiles of ROWS of them in turn, each through
-// its own pipeline: a thread copies the pieces of dy and d whose dg it will compute, and stores dg in the place of dy.
-// The team then multiplies dg by the weight, for dx, and by the rows of x, for dw. The sums of dw stay in registers to
-// the end. The CTAs of a cluster share the features, skinny_features each: they work on the same rows at the same time
-// and exchange their parts of dx.
+// Threads. A CTA has skinny_rows rows and TEAMS teams of threads (skinny/products.cuh). The teams take turns with tiles
+// of ROWS rows, and each team has its own pipeline. A thread copies pieces of dy and d, computes dg from them, and
+// stores dg where dy was. The team then multiplies dg by the weight, for dx, and by the rows of x, for dw. The sums of
+// dw stay in registers until the end. The CTAs of a cluster divide the features: each has skinny_features. They work on
+// the same rows at the same time and exchange their parts of dx.
 //
-// It runs from the last rows to the first: backward_sums read forwards, so L2 still holds the end. All that it reads
-// but the sums may be loaded while backward_sums still runs.
+// The kernel takes the last rows first: backward_sums took the first rows first, so L2 still holds the end. While
+// backward_sums still runs, this kernel may load everything except the sums.
 //
-// Bytes moved. dy, d and x once (in a cluster x once from memory, for the other CTAs from L2), dx once, and FEATURES
-// INPUTS floats a CTA: at (1000000, 32, 32) in bfloat16 256 MB. backward_dg and two products move 448 MB.
+// Bytes moved. It reads dy, d and x once (a cluster reads x once from memory; its other CTAs read x from L2). It writes
+// dx once, and FEATURES INPUTS floats for each CTA. At (1000000, 32, 32) in bfloat16 that is 256 MB. backward_dg and
+// two products move 448 MB.
 #include "skinny/products.cuh"
 
 constexpr int THREADS_HERE = TEAM * TEAMS;
 constexpr int OF_DY = FEATURES / VEC, OF_X = INPUTS / VEC;                     // pieces of 16 bytes in a row
 constexpr int DY = (OF_DY + 7) / 8 * 8 * ROWS, X = (OF_X + 7) / 8 * 8 * ROWS;  // pieces of a tile, in whole blocks
 constexpr int TILE = 2 * DY + X;                                               // dy, then dg; d; x
-constexpr int PIPELINE_WORDS = (GROUPS > 1 ? 160 : 192) * 1024 / 16;           // of all teams
+constexpr int PIPELINE_WORDS = (GROUPS > 1 ? 160 : 192) * 1024 / 16;           // words of all pipelines, 16 bytes each
 constexpr int WEIGHT_BYTES = FEATURES * (BY_FMA ? 4 * INPUTS : INPUTS < 64 ? 128 : 2 * INPUTS);
 constexpr int SHARED_BYTES = 16 * PIPELINE_WORDS + WEIGHT_BYTES;  // read by gsbn/_plan/variants.py
 constexpr int TILES = PIPELINE_WORDS / TEAMS / TILE;              // tiles of a team that are being copied or used
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 
     const int width = CLUSTER == 1 ? FEATURES : static_cast<int>(p.skinny_features);
     const long long col0 = 1LL * rank_in_cluster() * width;
-    const int features = static_cast<int>(max(min(p.n - col0, 1LL * width), 0LL));  // that the CTA has
+    const int features = static_cast<int>(max(min(p.n - col0, 1LL * width), 0LL));  // this CTA's features
     dy += col0, d += col0;
     const long long begin = blockIdx.x / CLUSTER * p.skinny_rows, end = min(begin + p.skinny_rows, p.m);
     const int of_dy = member % OF_DY, of_x = member % OF_X;  // a thread's columns, in pieces of 16 bytes
@@ -64,9 +64,9 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     const int inside_x = static_cast<int>(max(min(p.k - of_x * VEC, 1LL * VEC), 0LL));
     constexpr int STEP = TEAM / OF_DY, STEP_X = TEAM / OF_X;
     constexpr int AT_ONCE = ROWS / STEP < 4 ? ROWS / STEP : 4;  // rows that a thread reads before it computes dg of any
-    // where these columns begin in a row, or its beginning if there are none
+    // where these columns begin in a row; 0 if the thread has none
     const int at_dy = inside > 0 ? of_dy * VEC : 0, at_x = inside_x > 0 ? of_x * VEC : 0;
-    const int first = member / OF_DY, first_x = member / OF_X;  // and its rows, STEP apart
+    const int first = member / OF_DY, first_x = member / OF_X;  // the thread's first rows; its rows lie STEP apart
     const auto issue_copies = [&](int stage, long long row0) {
         uint4* to = pipeline + stage * TILE;
         const int left = row0 < begin ? 0 : static_cast<int>(min(end - row0, 1LL * ROWS));
@@ -100,15 +100,15 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 
     Products::load_weight(p, w + col0 * p.ldw, features, weight);
     for (int i = threadIdx.x; i < features; i += THREADS_HERE) Factors{saved, p.n, col0 + i}.prefetch();
-    // Only now: the kernel ahead belongs to the same call, and has itself waited for whatever wrote what is read until
-    // here.
+    // Wait only now: the kernel ahead belongs to the same call, and has itself waited for the kernels that wrote the
+    // data read above.
     await_kernel_ahead();
     double* scratch =
         reinterpret_cast<double*>(skinny_shared + PIPELINE_WORDS - TILE);  // the last stage of the last team
-    // two warpgroups leave no room for coefficients to stay: threads keep their own in registers
+    // with two warpgroups the coefficients have no shared memory of their own: each thread keeps its own in registers
     G* const stored = GROUPS > 1 ? reinterpret_cast<G*>(scratch + SUMS * THREADS) : coefficients;
     static_assert(8 * SUMS * THREADS + (GROUPS > 1 ? DG_ROWS * FEATURES * sizeof(G) : 0) <= 16 * TILE, "in one stage");
-    // dg of absent columns is zero: products read it
+    // absent columns have dg = 0, because the products read them
     for (int i = threadIdx.x; i < DG_ROWS * FEATURES; i += THREADS_HERE)
         if (i % FEATURES >= features) stored[i] = G(0);
     // as many columns at once as in backward_dg, so that both kernels compute the same bits
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         if constexpr (GROUPS == 1) of = Coefficients(before, stored, FEATURES, of_dy * VEC);
 #pragma unroll
         for (int i = first; i < ROWS; i += AT_ONCE * STEP) {
-            Row row[AT_ONCE];  // by whole words: the compiler would read element by element
+            Row row[AT_ONCE];  // read as whole words: the compiler would read each element by itself
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const uint4* at = dg + place(i + j * STEP, of_dy);
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const Vector<T, VEC> out = of.dg(row[j]);
-                dg[place(i + j * STEP, of_dy)] =  // dg of a dy of zero is not zero
+                dg[place(i + j * STEP, of_dy)] =  // absent rows: dy = 0 would not give dg = 0
                     i + j * STEP < left ? *reinterpret_cast<const uint4*>(&out) : uint4{};
             }
         }
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         products.take(dg, dg + DY, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left,
                       static_cast<int>(p.k), barriers[team], phase);
         phase ^= 1;
-        team_sync(team);  // all of the team have read
+        team_sync(team);  // all threads of the team have read
         issue_copies(stage, next_row);
         stage = stage + 1 == TILES ? 0 : stage + 1;
     }

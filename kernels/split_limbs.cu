@@ -4,45 +4,46 @@
 //   a[i][j] = 2^exponents[i] (limb(0, i, j) + limb(1, i, j)) + error
 //
 // a (rows, k), row pitch in elements; exponents (rows). A row of limbs lies as [k / SPAN, rounded up][limb][SPAN], with
-// zeros from column k on. SPAN elements of a take as many bytes as their limbs, so that limbs can be written over a.
-// The largest finite magnitude of a row becomes a number in [2^14, 2^15): float16 then neither overflows nor, down to
-// 2^-16 of that, loses digits. With v the scaled element, limb 0 is float16(v) and limb 1 is float16(v - limb 0):
-// |error| <= max(2^-23 |v|, 2^-25), in scaled terms. A row of zeros has exponent 0. Inf and NaN do not count for the
-// maximum, and their second limb is zero, since Inf - Inf would turn Inf into NaN.
+// zeros from column k on. SPAN elements of a take as many bytes as their limbs, so limbs can be written over a. A row
+// is scaled so that its largest finite magnitude lies in [2^14, 2^15): float16 does not overflow then, and loses no
+// digits down to 2^-16 of that. If v is the scaled element, limb 0 is float16(v) and limb 1 is float16(v - limb 0), and
+// |error| <= max(2^-23 |v|, 2^-25) in scaled terms. A row of zeros has exponent 0. Inf and NaN do not count for the
+// maximum, and their second limb is zero, because Inf - Inf would turn Inf into NaN.
 //
-// One launch serves two matrices: the rows of x (m), then those of the weight (n); either may be absent. A lane holds
-// HELD pieces of 8 adjacent elements: two 16-byte reads, and one 16-byte write for each limb. So a CTA holds 8192
-// elements, 8192 / WIDTH rows, and loads all of them before it uses any, however short they are. Up to a WIDTH of 256,
-// a row is one piece of each of 8, 16 or 32 lanes, and a lane has HELD rows. Above, a row is 2 or HELD pieces of each
-// lane of a warp, and at last HELD pieces of each lane of the CTA. What a row has beyond 8192 is read twice, the second
-// time from L2. A shorter row is read in full before any of it is written: so its limbs may lie where the row does.
+// One launch serves two matrices: the rows of x (m), then the rows of the weight (n); either may be absent. A lane
+// holds HELD pieces of 8 adjacent elements; a piece is two 16-byte reads, and one 16-byte write for each limb. So a CTA
+// holds 8192 elements (8192 / WIDTH rows), and loads all of them before it uses any, however short the rows are. Up to
+// a WIDTH of 256, a row is one piece in each of 8, 16 or 32 lanes, and a lane has HELD rows. For larger ones, a row is
+// 2 or HELD pieces in each lane of a warp; for the largest, HELD pieces in each lane of the CTA. Elements of a row
+// beyond 8192 are read twice, the second time from L2. A shorter row is read in full before any of it is written, so
+// its limbs may lie where the row does.
 //
-// Bytes moved: 4 read and 4 written for each element, the minimum; the last SPAN of a row is written in full.
+// Bytes moved: 4 bytes are read and 4 written for each element, the minimum; the last SPAN of a row is written in full.
 
 #include "common/common.cuh"
 
 #ifndef WIDTH
-#define WIDTH 8192  // elements of a row at most: 64, 128, 256, 512, 1024; or 8192 for any
+#define WIDTH 8192  // the most elements that a row has: 64, 128, 256, 512, 1024; 8192 serves any length
 #endif
 
-constexpr int WARPS = 8;                                            // of a CTA
-constexpr int HELD = 4;                                             // pieces in a lane's registers
-constexpr int PIECES = WIDTH <= 256 ? 1 : WIDTH <= 512 ? 2 : HELD;  // of one row
-constexpr int LANES = WIDTH / (8 * PIECES);                         // that share a row
+constexpr int WARPS = 8;                                            // warps of a CTA
+constexpr int HELD = 4;                                             // pieces in the registers of a lane
+constexpr int PIECES = WIDTH <= 256 ? 1 : WIDTH <= 512 ? 2 : HELD;  // pieces of one row
+constexpr int LANES = WIDTH / (8 * PIECES);                         // lanes that share a row
 constexpr int GROUPS = HELD / PIECES;                               // rows that a lane has
 constexpr int ABREAST = 32 * WARPS / LANES;                         // adjacent rows of a CTA
 constexpr int ROWS = GROUPS * ABREAST;                              // of a CTA at once; gsbn/_plan/variants.py reads it
-constexpr int SPAN = 64;  // elements of a row whose limbs lie together: 128 bytes of each limb
+constexpr int SPAN = 64;  // adjacent elements whose limbs lie together: 128 bytes for each limb
 constexpr unsigned INFINITE = 0x7F800000u;
 
 struct SplitLimbsProblem {
-    long long m, n, k;   // rows of x, rows of the weight, their elements
+    long long m, n, k;   // rows of x, rows of the weight, elements of a row
     long long ldx, ldw;  // row pitches in elements
     long long flags;     // FLAG_VECTOR_X, FLAG_VECTOR_W
 };
 
-// In elements of float16: the length of a row of limbs, and where an element's first limb lies in it; the second is
-// SPAN further.
+// In elements of float16: the length of a row of limbs, and the place of an element's first limb in it. The second limb
+// lies SPAN further.
 __device__ __forceinline__ long long length_of(long long k) { return (k + SPAN - 1) / SPAN * 2 * SPAN; }
 __device__ __forceinline__ long long place_of(long long j) { return j / SPAN * 2 * SPAN + j % SPAN; }
 
@@ -59,7 +60,7 @@ __device__ __forceinline__ unsigned magnitude(float v) {
     return bits < INFINITE ? bits : 0;
 }
 
-// Scaling by 2^-exponent: in two steps, because up to 2^163 it is no float.
+// Scales by 2^-exponent, in two steps: the factor may be up to 2^163, which is not a float.
 struct RowScale {
     int exponent;
     float once, again;
@@ -71,7 +72,7 @@ struct RowScale {
     }
 };
 
-// The scaling for a row whose largest magnitude, 2^e f with 1 <= f < 2, has these bits.
+// The scaling for a row. `top` has the bits of its largest magnitude, 2^e f with 1 <= f < 2.
 __device__ __forceinline__ RowScale scale_of(unsigned top) {
     const int e = top >> 23 ? static_cast<int>(top >> 23) - 127 : -118 - __clz(top), exponent = top ? e - 14 : 0;
     return {exponent, __uint_as_float((127 + (-exponent >> 1)) << 23),
@@ -98,7 +99,7 @@ __device__ __forceinline__ unsigned largest_of(const float (&v)[8], unsigned top
     return top;
 }
 
-// The largest magnitude of each row over the lanes that share it.
+// Computes the largest magnitude of each row over the lanes that share the row.
 __device__ __forceinline__ void share(unsigned (&top)[GROUPS]) {
     if constexpr (LANES < 32) {
 #pragma unroll
@@ -180,25 +181,26 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 // ---- MN-major operands: the limbs of a matrix's transpose, and of the matrix itself ----------------------------------
 //
-// The backward sums over rows: it needs limbs of transposes, and of dg both. Up to three matrices (m, n), row pitch
-// lda, in one launch. First take_maxima (4 bytes read for each element): an item is BLOCK_COLUMNS columns by
-// `maxima_rows` rows. It computes the largest magnitude of every column, and of every row where limbs of rows are
-// wanted. These merge by integer maxima, whose order does not matter; the caller sets them to zero. Then split_tiles (8
-// bytes moved for each element and one kind of limbs, 12 for both): an item is a tile of 64 x 64, transposed in shared
-// memory. Limbs of rows may lie where the matrix does: a CTA writes them to the bytes that it has read.
+// The products of the backward sum over rows, so it needs limbs of transposed matrices; of dg it needs both kinds. A
+// launch takes up to three matrices (m, n), row pitch lda. take_maxima runs first (it reads 4 bytes for each element):
+// an item is BLOCK_COLUMNS columns by `maxima_rows` rows. It computes the largest magnitude of every column and, where
+// limbs of rows are wanted, of every row. Items merge these by atomic integer maxima, whose order does not matter; the
+// caller sets them to zero. split_tiles runs then (it moves 8 bytes for each element with one kind of limbs, 12 with
+// both): an item is a tile of 64 x 64, transposed in shared memory. Limbs of rows may lie where the matrix does: a CTA
+// writes them to the bytes that it has read.
 
 constexpr int BLOCK_COLUMNS = 128, TILE = SPAN;
 
 struct Matrices {
-    long long m[3], n[3], lda[3];  // rows, 0 for no matrix, and columns; row pitches in elements
+    long long m[3], n[3], lda[3];  // rows (0 for no matrix) and columns; row pitches in elements
     long long vector[3];           // whether rows start on 16 bytes
-    long long of_columns[3];       // where the maxima, and the exponents, of the columns start
-    long long of_rows[3];          // and of the rows; -1 if limbs of rows are not wanted
+    long long of_columns[3];       // where the maxima and the exponents of the columns start
+    long long of_rows[3];          // the same for the rows; -1 if limbs of rows are not wanted
     long long ld_limbs[3];         // row pitch of the limbs of rows, in elements of float16
     long long maxima_rows;         // rows of an item of take_maxima
 };
 
-// One of them.
+// One of the three matrices.
 struct Matrix {
     const float* a;
     int m, n;  // below 2^30
@@ -225,8 +227,8 @@ struct Matrix {
 
 __device__ __forceinline__ float at(const float4& v, int e) { return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w; }
 
-// Calls work(i, row, column) for each item of `rows` by `columns`, matrix by matrix: the matrix, and where the item
-// begins.
+// Calls work(i, row, column) for each item of `rows` by `columns`, matrix after matrix. i is the number of the matrix;
+// the item begins at (row, column).
 template <typename Work>
 __device__ __forceinline__ void for_each_block(const Matrices& p, int rows, int columns, const Work& work) {
     const auto blocks_wide = [&](int i) { return static_cast<unsigned>((p.n[i] + columns - 1) / columns); };
@@ -257,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             float4 v[FLIGHT];
 #pragma unroll
             for (int f = 0; f < FLIGHT; f++) v[f] = matrix.read_four(i + f * WARPS < end ? i + f * WARPS : matrix.m, j);
-            unsigned of_row = 0;  // lane f has that of row f
+            unsigned of_row = 0;  // lane f has the maximum of row f
 #pragma unroll
             for (int f = 0; f < FLIGHT; f++) {
                 const uint4 of = {magnitude(v[f].x), magnitude(v[f].y), magnitude(v[f].z), magnitude(v[f].w)};
@@ -289,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS,
                 __half* c_transposed, __half* a_limbs, __half* b_limbs, __half* c_limbs) {
     await_kernel_ahead();
     __shared__ __half2
-        transposed[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; one more against bank conflicts
+        transposed[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; the padding prevents bank conflicts
     for_each_block(p, TILE, TILE, [&](int which, int row, int column) {
         const Matrix matrix(p, which, a, b, c);
         const int group = threadIdx.x % 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -318,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS,
                 transposed[1][4 * group + e][pair] = __halves2half2(low[0], low[1]);
             }
         }
-        __syncthreads();  // also: all of the tile has been read
+        __syncthreads();  // after this, all of the tile has been read
 
         const long long of_rows = p.of_rows[which];
         __half* row_limbs = (which == 0 ? a_limbs : which == 1 ? b_limbs : c_limbs) + place_of(column) + 4 * group;

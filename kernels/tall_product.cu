@@ -1,19 +1,21 @@
-// tall_product: c = aᵀ b for float32 matrices of many rows, through limbs that are made on the way: the backward's dw =
-// dgᵀ x. Each CTA makes the part of c that its rows add; reduce_split_k adds the parts up.
+// tall_product: computes c = aᵀ b for float32 matrices of many rows, through limbs that the kernel itself makes. It
+// serves the backward's dw = dgᵀ x. Each CTA computes the part of c that comes from its rows; reduce_split_k adds the
+// parts.
 //
 //   a (m, n), row pitch lda      b (m, k), row pitch ldb; adjacent columns
-//   parts (CTAs of a block of c, n, k), n and k rounded up to 128
+//   parts (CTAs of a block of c, n, k), with n and k rounded up to 128
 //
 // Threads. A CTA has a block of 128 by 128 of c, and `rows` rows of a and b, which it takes 32 at a time (a chunk).
 // Half of its threads are producers, one for each column of a and b. They copy rows to shared memory, 16 bytes at a
-// time where rows start on 16 bytes. Then each reads 32 elements of its column, scales them by a power of two so that
-// float16 holds all of them so far, and writes their limbs K-major, as wgmma reads them. Two warpgroups of consumers
-// multiply 64 columns of a each by all columns of b: three of the four products of limbs, the small ones first, from
-// zero. The sum of a chunk is added in float32 (docs/design/limbs.md), in units of the scales. Where a producer had to lower
-// its scale, the consumers first rescale their sums.
+// time if rows start on 16 bytes. Then each producer reads 32 elements of its column, scales them by a power of two
+// with which float16 can hold all elements of the column so far, and writes their limbs K-major, as wgmma reads them.
+// Two warpgroups of consumers each multiply 64 columns of a by all columns of b. They add three of the four products of
+// limbs, the small ones first, from zero. The sum of a chunk is added to c in float32 (docs/design/limbs.md), in units
+// of the scales. If a producer had to lower its scale, the consumers first rescale their sums.
 //
-// Bytes moved. a once for each 128 columns of b and b once for each 128 columns of a (through L2 if there are several),
-// and 64 KB a CTA: at (802816, 128, 128) 831 MB. split_tiles and forward_sm90 would move 3.3 GB.
+// Bytes moved. a is read once for each 128 columns of b, and b once for each 128 columns of a (through L2 if there are
+// several); each CTA writes 64 KB. At (802816, 128, 128) that is 831 MB. split_tiles and forward_sm90 would move 3.3
+// GB.
 #include "common/async_copy.cuh"
 #include "common/common.cuh"
 #include "common/limbs.cuh"
@@ -23,17 +25,17 @@
 struct TallProductProblem {
     long long m, n, k;
     long long lda, ldb;
-    long long rows;   // of a CTA
+    long long rows;   // rows of a CTA
     long long flags;  // FLAG_VECTOR_X: rows of a and b start on 16 bytes
 };
 
-constexpr int SIDE = 128;          // columns of a, and of b, that a CTA has
+constexpr int SIDE = 128;          // how many columns of a, and of b, a CTA has
 constexpr int COLUMNS = 2 * SIDE;  // one for each producer
-constexpr int CHUNK = 32;          // rows at a time
+constexpr int CHUNK = 32;          // rows that a CTA takes at a time
 constexpr int LANES = 32;
 constexpr int CONSUMERS = 256;  // threads
 constexpr int THREADS_HERE = CONSUMERS + COLUMNS;
-constexpr int WORDS = 8;          // of 16 bytes that a column of a chunk has: first limbs, then second limbs
+constexpr int WORDS = 8;          // of 16 bytes in a column of a chunk: first limbs, then second limbs
 constexpr int STAGES = 3;         // chunks of limbs
 constexpr int COPY_STAGES = 3;    // chunks that are being copied or read
 constexpr float MOST = 65504.0f;  // the largest float16
@@ -44,20 +46,20 @@ struct Shared {
     float rows[COPY_STAGES][CHUNK][COLUMNS];
     float lower[STAGES][COLUMNS];                      // each column's scale, divided by that of the chunk before
     alignas(8) bool lowered[STAGES][COLUMNS / LANES];  // whether any column of a warp has a new scale
-    float back[COLUMNS];                               // what undoes the scales at the end
+    float back[COLUMNS];                               // the factors that undo the scales at the end
     unsigned long long full[STAGES], empty[STAGES];
 };
 
-constexpr int SHARED_BYTES = 198 * 1024;  // read by gsbn/_plan/variants.py, as SIDE and THREADS_HERE are
+constexpr int SHARED_BYTES = 198 * 1024;  // gsbn/_plan/variants.py reads this, SIDE and THREADS_HERE
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
-// Arrives for a warp, once all of its lanes have written or read.
+// Arrives once for a warp, after all of its lanes have written or read.
 __device__ __forceinline__ void arrive(unsigned long long* barrier) {
     __syncwarp();
     if (threadIdx.x % LANES == 0) mbar_arrive(barrier);
 }
 
-// The rows of a CTA, of its columns of a and b, and how they are copied.
+// The rows of a CTA, in its columns of a and b, and how they are copied.
 struct ChunkCopies {
     const float *a, *b;
     long long lda, ldb;
@@ -65,7 +67,7 @@ struct ChunkCopies {
     int rows, chunks;
 
     // Starts the copies of a chunk; each producer issues some of them. Absent rows become zeros. Absent columns are not
-    // copied: what becomes of them is not read.
+    // copied, because results that come from them are not read.
     template <bool WHOLE_WORDS>
     __device__ __forceinline__ void issue_copies(Shared& sh, int chunk) const {
         constexpr int WIDTH = WHOLE_WORDS ? 4 : 1, ROW_THREADS = COLUMNS / WIDTH, STEP = COLUMNS / ROW_THREADS;
@@ -104,14 +106,14 @@ __device__ __forceinline__ void make_limbs(Shared& sh, const ChunkCopies& rows) 
     const int column = threadIdx.x - CONSUMERS;
     const bool of_a = column < SIDE;
     const bool there =
-        column / LANES * LANES % SIDE < (of_a ? rows.of_a : rows.of_b);  // some column of the warp exists
+        column / LANES * LANES % SIDE < (of_a ? rows.of_a : rows.of_b);  // at least one column of the warp exists
     for (int i = 0; i < COPY_STAGES - 1; ++i) rows.issue_copies<WHOLE_WORDS>(sh, i);
     LimbScale scale(0.0f);
     int stage = 0, phase = 1;
 #pragma unroll 1
     for (int chunk = 0; chunk < rows.chunks; ++chunk) {
         await_copies<COPY_STAGES - 2>();
-        producers_sync();  // the chunk has arrived, and all have read the one before
+        producers_sync();  // the chunk has arrived, and all producers have read the chunk before
         rows.issue_copies<WHOLE_WORDS>(sh, chunk + COPY_STAGES - 1);
         const float* from = &sh.rows[chunk % COPY_STAGES][0][column];
         float v[CHUNK], top = 0.0f;
@@ -167,7 +169,7 @@ __device__ __forceinline__ void rescale(const float* factors, float (&c)[SIDE / 
     }
 }
 
-// Computes a warpgroup's 64 rows of c, in the first N columns of its block.
+// Computes the warpgroup's 64 rows of c, in the first N columns of the block.
 template <int N>
 __device__ __forceinline__ void multiply(Shared& sh, int chunks, float (&c)[SIDE / 2]) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;  // a warp has 16 rows of c
@@ -210,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     __syncthreads();
     await_kernel_ahead();
 
-    const unsigned wide = static_cast<unsigned>((p.k + SIDE - 1) / SIDE);  // blocks of c
+    const unsigned wide = static_cast<unsigned>((p.k + SIDE - 1) / SIDE);  // blocks in a row of blocks of c
     const unsigned blocks = static_cast<unsigned>((p.n + SIDE - 1) / SIDE) * wide;
     const long long n0 = blockIdx.x % blocks / wide * SIDE, k0 = blockIdx.x % blocks % wide * SIDE;
     const long long part = blockIdx.x / blocks, first = part * p.rows;

@@ -1,4 +1,4 @@
-"""The elementwise operations of a residual: its sum with u and the activation of that, and the gradient before it."""
+"""The elementwise operations of a forward with a residual: y = f(u + residual), and the gradient before f."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .._values import sms_within
 
 
 def before_activation(dy: Any, saved: Saved, sms: int | None = None, limits: _plan.Limits = ANY) -> Any:
-    """dy f'(v), a new array: the gradient of the residual. v is the sum that the activation was applied to."""
+    """dy f'(v) as a new array: the gradient of the residual. v is the sum to which the activation was applied."""
     arrays = dy, saved.x, saved.weight, saved.kept
     return call(ACTIVATE_BACKWARD, arrays, (saved.activation, sms), limits=limits, context=saved)
 
 
 def before_kept(dy: Any, kept: Any, activation: Any) -> Any:
-    """`before_activation` of what autograd kept."""
+    """`before_activation` from the array that autograd kept."""
     return call(ACTIVATE_BACKWARD, (dy, None, None, kept), (activation, None))
 
 
 def add_and_activate(u: Any, residual: Any, activation: Any, *, keeps: bool) -> Any:
-    """y = f(v), v = u + residual, of a contiguous u. What lies in u's memory afterwards is v if it `keeps` it, else y,
-    which is then u itself."""
+    """y = f(v) with v = u + residual, for a contiguous u. Afterwards u's memory holds v if `keeps`, else y; the result
+    is then u itself."""
     return call(RESIDUAL, (u, residual), (activation, keeps, None))
 
 
@@ -66,7 +66,7 @@ def _within(options: Options, held: int) -> Options:
 
 
 def _elementwise(a: check.View, gpu: _plan.Device, limits: _plan.Limits) -> _plan.Matmul | None:
-    """A matrix as planners take that of a call; None without rows."""
+    """The matrix in the form that planners take; None if it has no rows."""
     (m, n), at = a.shape, matrix_of(a)
     return _plan.Matmul(m, n, 0, a.dtype, gpu, at, at, at, limits) if m else None
 

@@ -52,9 +52,10 @@ def backward(
 
     In training dbias is exactly zero, and dscale has no sum that cancels; `gsbn.reference` has the derivation.
 
-    With an activation, dy in these formulas is the gradient before it, its derivative times dy: for "relu" 0 where
-    y <= 0, and dy elsewhere, also where y is NaN. It is the residual's gradient, too; with a residual, one launch more
-    makes it in x's dtype. A scale of one element has one gradient, the sum over all features.
+    With an activation, dy in these formulas is the gradient before the activation: dy times the activation's
+    derivative. For "relu" it is 0 where y <= 0, and dy elsewhere, also where y is NaN. This is also the residual's
+    gradient; with a residual, one more launch makes it in x's dtype. A scale of one element has one gradient, the sum
+    over all features.
 
     Parameters
     ----------
@@ -133,7 +134,7 @@ def backward_of(
     *,
     wide: bool = False,
 ) -> Gradients[Any]:
-    """`backward` that checks dy alone; the names in `wanted` are in the order of `Gradients`. `wide`: as in `How`."""
+    """`backward`, but only dy is checked. The names in `wanted` are in the order of `Gradients`. `wide`: see `How`."""
     if saved.group is not None:
         saved.group.check()
     if saved.residual:
@@ -145,14 +146,15 @@ def backward_of(
 def _before_residual(
     dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None, limits: _plan.Limits
 ) -> Gradients[Any]:
-    """The backward of a forward with a residual: its gradient is dy before the activation, for all that follows."""
+    """The backward of a forward with a residual. The residual's gradient, dy before the activation, then replaces
+    dy."""
     of_layer = tuple(name for name in wanted if name != "residual")
     plain = saved._replace(activation=None, residual=False, kept=None)
     if saved.activation is None and "residual" not in wanted:
         return backward_of(dy, plain, of_layer, sms, limits)
     dv = before_activation(dy, saved, sms, limits)
     made: Any = [None] * len(Gradients._fields)
-    if of_layer or saved.group is not None:  # whose ranks wait for each other
+    if of_layer or saved.group is not None:  # the ranks of a group wait for each other
         made = backward_of(dv, plain, of_layer, sms, limits)
     of_all: Any = (*made, dv if "residual" in wanted else None)
     return Gradients(*of_all)
@@ -160,12 +162,13 @@ def _before_residual(
 
 def makes_both_products(dtype: str, rows: int, features: int, inputs: int) -> bool:
     """Whether the planner is expected to compute dg, dx and dweight of a backward in training in one launch, which
-    never writes dg: it then reads the weight whatever gradients are needed. Ignores the layouts of the operands."""
+    never writes dg. That launch reads the weight, whatever gradients are needed. The layouts of the operands are
+    ignored."""
     return serves_skinny_backward(dtype, rows, features, inputs)
 
 
 class How(NamedTuple):
-    """The options of a backward: all that it depends on except its arrays."""
+    """The options of a backward: everything that it depends on, except its arrays."""
 
     training: bool
     precision: str
@@ -181,8 +184,8 @@ class How(NamedTuple):
     linear: bool = True  # the second half: from dg to dx and dweight
     wide: bool = False  # dweight is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations, which have its dtype
-    identity: bool = False  # of `gsbn.linear`: y takes the place of the deviations
-    groups: int = 1  # ghost batches
+    identity: bool = False  # the layer is `gsbn.linear`: y takes the place of the deviations
+    groups: int = 1  # the number of ghost batches
 
     @classmethod
     def of(
@@ -211,8 +214,9 @@ def run(kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None) -> tup
     """Compute on the GPU, from the arrays named ARGUMENTS. Returns the gradients, in the order of `Gradients`, and all
     arrays that the call made.
 
-    With `saved` the arrays are the caller's, else autograd kept them. Half a backward gets None for the arrays that it
-    does not read. The first half makes dg as its last array; the second half takes dg in the place of dy.
+    With `saved` the arrays are the caller's; otherwise autograd kept them. A call of one half of the backward gets None
+    for the arrays that it does not read. The first half makes dg as its last array; the second half takes dg in place
+    of dy.
     """
     group = how.group if how.norm else None
     found, made = run_on_gpu(BACKWARD, kind, arrays, how, group, how.limits, saved)
@@ -275,7 +279,7 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
         view = views[name]
         if view is None:
             continue
-        pitched = name == "deviations" and view.shape[0] == rows and view.shape[1] >= features  # padded rows
+        pitched = name == "deviations" and view.shape[0] == rows and view.shape[1] >= features  # rows may be padded
         if not (view.shape == shape or pitched) or (view.dtype, view.device) != (dtype, of_dy.device):
             raise RuntimeError(
                 f"saved {name}: expected {dtype} {shape} on {of_dy.device}, as the forward kept it, got {view.dtype} "
@@ -285,7 +289,7 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
 
 
 def _renorms(vectors: check.View) -> bool:
-    """Whether the forward saved what only batch renormalisation saves."""
+    """Whether the forward saved the additional rows of batch renormalisation."""
     return vectors.shape[-2:-1] == (_plan.RENORM_ROWS,)
 
 
@@ -325,7 +329,7 @@ def _program(
 
 
 def _given_dtypes(how: How) -> dict[str, str]:
-    """The dtypes of the forward's vectors, of those that it had."""
+    """The dtypes of the vectors that the forward had, by name."""
     given = zip(VECTOR_PARAMETERS, how.dtypes, strict=True)
     return {name: dtype for name, dtype in given if dtype is not None}
 

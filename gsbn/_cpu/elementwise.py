@@ -1,4 +1,4 @@
-"""What a launch of its own does on a GPU: y = f(u), v = u + residual, and the gradient before f."""
+"""The elementwise passes, which are separate launches on a GPU: y = f(u), v = u + residual, the gradient before f."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add(u: Array, residual: Array, v: Array) -> None:
 
 @np.errstate(all="ignore")
 def before(dy: Array, v: Array | None, activation: Any) -> Array:
-    """A new dv = dy f'(v), rounded to dy's dtype; v or, where it tells f'(v), y. Without an activation dv = dy."""
+    """A new dv = dy f'(v), rounded to dy's dtype; `v` may be y if f'(v) follows from y. Without f dv = dy."""
     dv, f = np.empty(dy.shape, dy.dtype), activation_of(activation)
     for block, wide in _blocks(dy):
         dv[block] = dy[block] if f is None or v is None else _gradient(f, dy[block], v[block], wide)
@@ -43,7 +43,7 @@ def _gradient(f: Any, dy: Array, v: Array, wide: Any) -> Array:
 
 
 def _blocks(a: Array) -> Iterator[tuple[slice, Any]]:
-    """Blocks of rows that stay in the cache, and the dtype of the computation."""
+    """Yield blocks of rows that stay in the cache, each with the dtype of the computation."""
     rows, features = a.shape
     wide = np.dtype(np.float64 if a.dtype == np.float64 or rows <= FEW_ROWS else np.float32)
     step = max(BLOCK // features, 1)

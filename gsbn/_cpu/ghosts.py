@@ -1,6 +1,6 @@
-"""Ghost batches on the CPU: a call of `passes` for each, and what these calls share.
+"""Ghost batches on the CPU: `passes` is called for each ghost batch, and the results are combined here.
 
-The running statistics are float64 between the ghost batches, and the gradients are rounded once, after all of them.
+Between the ghost batches the running statistics are float64. The gradients are rounded once, after the last one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def forward(arrays: dict[str, Any], y: Array, *, groups: int, **options: Any) ->
     if groups == 1:
         return passes.forward(arrays, y, **options)
     count = arrays["num_batches_tracked"]
-    if count is not None:  # before anything is written
+    if count is not None:  # raise before anything is written
         raised_count(count.item(), options["momentum"], groups)
     wide = {n: None if arrays[n] is None else arrays[n].astype(np.float64) for n in _STATISTICS}
     kept = []
@@ -44,7 +44,7 @@ def backward(
     dy: Array, x: Array, weight: Array, kept: Array, vectors: Array, *, groups: int, needs: Mapping[str, str],
     **options: Any,
 ) -> dict[str, Array]:  # fmt: skip
-    """`passes.backward` of what `forward` returned."""
+    """`passes.backward` for each ghost batch, from what `forward` returned."""
     if groups == 1 or not len(x):
         return passes.backward(dy, x, weight, kept, vectors, needs=needs, **options)
     wide = {name: dtype if name == "x" else "float64" for name, dtype in needs.items()}

@@ -1,17 +1,18 @@
-"""The CPU path: float32 BLAS, and passes over blocks of rows that stay in the cache; the formulas of `gsbn.reference`.
+"""The CPU path: float32 BLAS, and passes over blocks of rows that stay in the cache. `gsbn.reference` has the formulas.
 
-The forward in training computes for each block of rows g = x wᵀ and subtracts the block's mean, which leaves deviations
-d. The sums of d and of d², in float32 over 32 rows and in float64 from there on, give the block's mean and M2 (the sum
-of squared deviations). The blocks are merged in float64, in order. A second pass over the blocks computes
-y = a d + (a (block's mean - mean) + β). Between the passes d is stored in the memory of y. For 16-bit dtypes it has y's
-dtype; float16 deviations are divided by a power of two near the block's standard deviation, so that none overflows or
-underflows. Deviations that a backward needs are stored in float32.
+In training, the forward computes g = x wᵀ for each block of rows and subtracts the block's mean, which leaves
+deviations d. The sums of d and of d² give the block's mean and M2 (the sum of squared deviations); they are float32
+over 32 rows, and float64 beyond that. The blocks are merged in float64, in order. A second pass over the blocks
+computes y = a d + (a (block's mean - mean) + β). Between the passes d is stored in the memory of y. For 16-bit dtypes
+it has y's dtype; float16 deviations are divided by a power of two near the block's standard deviation, so that none
+overflows or underflows. Deviations that a backward needs are stored in float32.
 
-With an activation f the result is y = f(u), and the backward needs f′(u). It computes u again: the same operations in
-the same dtypes give the same bits, so u agrees with y in every element.
+With an activation f the result is y = f(u), and the backward needs f′(u). The backward computes u again: the same
+operations in the same dtypes give the same bits, so u agrees with y in every element.
 
-float64 inputs are computed in float64, and with up to 16 rows everything but products. In small float32 products
-OpenBLAS errs more than PyTorch's BLAS: with up to 8 features all are float64, with up to 64 rows that of the forward.
+Calls with float64 inputs are computed in float64; with up to 16 rows, so is everything except the products. In small
+float32 products OpenBLAS errs more than PyTorch's BLAS. So with up to 8 features all products are float64, and with up
+to 64 rows the product of the forward is.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from ..reference import next_count, round_to
 Array = Any  # np.ndarray of any dtype, or a number in place of an absent vector
 Gather = Callable[[Array], Array]  # from this rank's numbers (N,) to those of all ranks (ranks, N)
 
-CHAIN = 192  # terms that one call of BLAS adds up, as in PyTorch: OpenBLAS's own chains of 384 have 1.4 times the error
+CHAIN = 192  # terms that one call of BLAS adds, as in PyTorch: OpenBLAS's own chains of 384 have 1.4 times the error
 ROWS = 32  # rows that are added in float32
 BLOCK = 1 << 18  # elements of a block of rows: 1 MiB of float32, which fits in an L2 cache
-WIDE_ROWS, WIDE_FEATURES = 64, 8  # with up to so many the products are float64
+WIDE_ROWS, WIDE_FEATURES = 64, 8  # with up to this many, products are float64
 LEAST = 512  # smallest number of rows of a block: BLAS packs the weight once per block
 WIDTH = 512  # smallest number of elements that a pass takes at a time: narrow rows are combined
 NEUTRAL = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "beta": 0.0, "running_mean": 0.0, "running_var": 1.0}
@@ -55,10 +56,11 @@ def forward(
     """Write y (B, O) and the running statistics; return (deviations, vectors) for `backward` if `keep`, else None.
 
     `arrays` has x (B, I), weight (O, I) and the vectors (O,) of `gsbn.forward`, None for an absent one; all are
-    checked. `number` is the scale if it is not an array. With `renorm`, arrays["renorm"] is None or the limits in place
-    of its own. `gather` exchanges statistics with all ranks of a group; a rank may have no rows. The deviations (B, O)
-    are float64 for float64 and for few rows, else float32; in inference they are g minus the mean of the first block
-    or, with an activation, g itself. The vectors are float64, in the rows SAVED_ of kernels/common/common.cuh.
+    checked. `number` is the scale if it is not an array. With `renorm`, arrays["renorm"] is None, or holds limits that
+    replace those of `renorm`. `gather` exchanges statistics with all ranks of a group; a rank may have no rows. The
+    deviations (B, O) are float64 for float64 and for few rows, else float32; in inference they are g minus the mean of
+    the first block or, with an activation, g itself. The vectors are float64, in the rows SAVED_ of
+    kernels/common/common.cuh.
     """
     s, b, gamma, beta, old_mean, old_var = (
         neutral if arrays[name] is None else arrays[name].astype(np.float64) for name, neutral in NEUTRAL.items()
@@ -69,9 +71,9 @@ def forward(
         s = arrays["scale"].astype(np.float64).item()
     count = arrays["num_batches_tracked"] if training else None
     warms = renorm is not None and count is not None and renorm.warmup > max(count.item(), 0)
-    count = None if count is None else next_count(count.item(), momentum)  # before anything is written
+    count = None if count is None else next_count(count.item(), momentum)  # raise before anything is written
     x, w = arrays["x"], arrays["weight"].T
-    # `gather` may raise an error: y is written after it
+    # `gather` may raise an error, so the caller's y is written after it
     given, y = y, y if gather is None else np.empty(y.shape, y.dtype)
     walk = _Walk(len(y), y.shape[1], x.dtype)
     kept = np.empty(y.shape, walk.dtype) if keep else None
@@ -103,7 +105,7 @@ def forward(
         arrays["num_batches_tracked"][...] = count
         momentum = 1 / count if momentum is None else momentum
     if rows and arrays["running_mean"] is not None:
-        assert momentum is not None  # for the type checker: checked before
+        assert momentum is not None  # checked before; this is for the type checker
         unbiased = var * (rows / (rows - 1))
         for name, old, new in (("running_mean", old_mean, s * (mean + b)), ("running_var", old_var, unbiased)):
             new = (1 - momentum) * old + momentum * new
@@ -137,7 +139,7 @@ def _infer(
 
 
 class _Output:
-    """y, block by block: computed in its own memory if it is contiguous and has the dtype of the computation."""
+    """Writes y block by block, directly in y's memory if y is contiguous and has the dtype of the computation."""
 
     def __init__(self, walk: _Walk, y: Array, activation: Any) -> None:
         self.y, self.f, self._walk = y, activation_of(activation), walk
@@ -145,7 +147,7 @@ class _Output:
         self._scratch = y if self.own else walk.scratch()
 
     def block(self, block: slice) -> Array:
-        """Memory for a block."""
+        """The memory in which a block is computed."""
         return self.y[block] if self.own else self._scratch[: block.stop - block.start]
 
     def finish(self, d: Array, block: slice, a: Any, shift: Any) -> None:
@@ -164,7 +166,7 @@ class _Parts:
 
     def __init__(self, walk: _Walk, out: _Output, kept: Array | None) -> None:
         self._walk, self._out, self._kept = walk, out, kept
-        # d is stored in y, in y's dtype, divided by `_units` in float16
+        # whether d waits in y, in y's dtype; float16 deviations are divided by `_units`
         self._waits = not out.own and kept is None and len(walk.blocks) > 1
         self._pivots: list[Array] = []
         self._units: list[Array] = []
@@ -175,7 +177,8 @@ class _Parts:
         return self._out.block(block) if self._kept is None else self._kept[block]
 
     def compute(self, x: Array, w: Array) -> None:
-        # Deviations do not depend on the column means of x. Without the means the products lose no digits to them.
+        # Deviations do not depend on the column means of x. If these are subtracted first, the products lose no digits
+        # to them.
         walk, y = self._walk, self._out.y
         centre = walk.centre(x)
         middle = np.empty((1, y.shape[1]), walk.of_products)
@@ -200,14 +203,14 @@ class _Parts:
                 np.copyto(y[block], d, casting="unsafe")
 
     def finish(self, a: Array, beta: Array, mean: Array | None) -> None:
-        """Compute y from the deviations, and make these deviations from `mean`; None: they are."""
+        """Compute y from the deviations, and turn them into deviations from `mean`; None if they are that already."""
         walk, out, kept = self._walk, self._out, self._kept
         for i, block in enumerate(walk.blocks):
             d = self._deviations(block)
             if self._waits:
                 np.copyto(d, out.y[block])
             apart = None if mean is None else self._pivots[i] - mean
-            if out.f is not None and kept is not None and apart is not None:  # as the backward computes y
+            if out.f is not None and kept is not None and apart is not None:  # as the backward computes u
                 walk.each(np.add, d, apart, d)
                 apart = None
             out.finish(d, block, a * self._units[i] if self._units else a, beta if apart is None else apart * a + beta)
@@ -255,7 +258,7 @@ def backward(
         if f is None or u is None:
             return found
         made = u[: block.stop - block.start]
-        walk.each(np.multiply, kept[block], vectors[7], made)  # as `finish` in the forward
+        walk.each(np.multiply, kept[block], vectors[7], made)  # as `finish` does in the forward
         walk.each(np.add, made, vectors[8], made)
         return f.gradient(found, made, zero)
 
@@ -271,7 +274,7 @@ def backward(
         biased, z, s = vectors[4:7]
         found |= {"bias": a * total, "scale": of_scale * (dots + biased * total)}
         found["gamma"] = of_gamma * (s * dots + z * total)
-    elif len(vectors) > SAVED_ROWS:  # of batch renormalisation
+    elif len(vectors) > SAVED_ROWS:  # saved by batch renormalisation
         found["gamma"] += vectors[SAVED_SHIFT] * total
     if scale_shape is not None:
         found["scale"] = found["scale"].sum(keepdims=True).reshape(scale_shape)
@@ -302,14 +305,15 @@ def backward(
 
 
 def without_norm(y: Array) -> tuple[Array, Array]:
-    """`kept` and `vectors` for the `backward` of a layer without a norm, which keeps y or u: u is this, and a = 1."""
+    """`kept` and `vectors` for the `backward` of a layer without a norm, from the y or u that it keeps: u is that
+    array, and a = 1."""
     kept = y.astype(np.float32) if y.itemsize < 4 else y
     return kept, _rows(np.ones(y.shape[1]), 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
 
 
 def _merge(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Array]:
-    """Rows, mean and M2 of a batch from those of its parts: (parts, 1), (parts, O) and (parts, O). Adds in order, and
-    relative to the first part's mean, so that equal means stay exact. Without rows everything is 0."""
+    """Rows, mean and M2 of a batch, from those of its parts: (parts, 1), (parts, O) and (parts, O). The parts are added
+    in order, relative to the mean of the first part, so that equal means stay exact. Without rows, everything is 0."""
     given = np.flatnonzero(counts)
     if not len(given):
         return 0, means[0], squares[0]
@@ -335,12 +339,12 @@ class _Walk:
         return np.empty((self.blocks[0].stop if self.blocks else 0, self.features), self.dtype)
 
     def centre(self, x: Array) -> Array:
-        """The column means of x, in the dtype of the products; 0 where x minus them might overflow."""
+        """The column means of x, in the dtype of the products; 0 where subtracting a mean from x might overflow."""
         means = x.mean(axis=0, dtype=np.float64) if len(x) else np.zeros(x.shape[1])
         return np.where(np.abs(means) < 1e30, means, 0.0).astype(self.of_products)
 
     def product(self, a: Array, b: Array, out: Array, *, add: bool = False) -> None:
-        """out = a b, or out += a b, in chains (see CHAIN) of equal length."""
+        """Compute out = a b, or out += a b, in chains (see CHAIN) of equal length."""
         terms, dtype = a.shape[1], self.of_products
         cuts = -(-terms // CHAIN)
         step = -(-terms // cuts // 16) * 16
@@ -356,7 +360,7 @@ class _Walk:
             out[...] = rounded(target, out.dtype)
 
     def each(self, ufunc: Any, block: Array, vector: Array, out: Array) -> None:
-        """out = ufunc(block, vector) for every row of C-contiguous blocks."""
+        """Compute out = ufunc(block, vector) for every row; `block` and `out` are C-contiguous."""
         if self.few:
             ufunc(block, vector, out=out)
             return
@@ -372,13 +376,13 @@ class _Walk:
             ufunc(block, vector, out=out)
 
     def mean(self, block: Array) -> Array:
-        """The means of the columns by BLAS: accurate enough to subtract, not accurate enough for a result."""
+        """The column means, by BLAS: accurate enough to be subtracted, but not accurate enough for a result."""
         if self.few:
             return np.add.reduce(block, axis=0) / len(block)
         return np.dot(np.full(len(block), 1 / len(block), self.dtype), block)
 
     def sums(self, *blocks: Array) -> Array:
-        """The column sums, in float64, of a C-contiguous block or of the elementwise product of two."""
+        """The column sums, in float64, of one C-contiguous block or of the elementwise product of two blocks."""
         rows = len(blocks[0])
         if self.few:
             return np.einsum("ij->j" if len(blocks) == 1 else "ij,ij->j", *blocks)
@@ -394,7 +398,7 @@ class _Walk:
         return found
 
     def merge(self, means: list[Array], squares: list[Array]) -> tuple[int, Array, Array]:
-        """Rows, mean and M2 of the batch from the mean and M2 of each block."""
+        """Rows, mean and M2 of the batch, from the mean and M2 of each block."""
         if len(means) == 1:
             return self.blocks[0].stop, means[0], squares[0]
         if not means:
@@ -404,7 +408,7 @@ class _Walk:
 
 
 def _as(a: Array, dtype: Any) -> Array:
-    """a in a dtype and a layout that BLAS supports; a itself if possible."""
+    """`a` in this dtype and in a layout that BLAS supports: `a` itself if possible, else a copy."""
     size, strides = a.itemsize, a.strides
     if a.dtype == dtype and a.flags.aligned:
         if a.flags.forc:
@@ -419,7 +423,7 @@ def rounded(a: Array, dtype: Any) -> Array:
 
 
 def _rows(*rows: Any) -> Array:
-    """The vectors of a Saved."""
+    """The `vectors` of a Saved, from its rows; missing rows are 0."""
     vectors = np.zeros((max(len(rows), SAVED_ROWS), len(rows[0])))
     for vector, row in zip(vectors, rows, strict=False):
         vector[...] = row

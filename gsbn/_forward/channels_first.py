@@ -1,7 +1,7 @@
 """The forward of 1x1 convolutions in contiguous (N, C, L) tensors, for `gsbn.torch`; `_backward` has the backward.
 
-Arrays are handed over as matrices of as many elements and the same memory: x as (N L, C), y, dy and the deviations as
-(N L, O). An option, the length L, says that they are (N, C, L) and (N, O, L). All are contiguous.
+Arrays are passed as matrices that share their memory: x as (N L, C), and y, dy and the deviations as (N L, O). An
+option, the length L, says that they really are (N, C, L) and (N, O, L). All are contiguous.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .._host.call import matrix_of, vector_codes
 from .._host.run import Options, Views
 from .operation import FORWARD, OPTIONS
 
-_GIVEN = len(OPTIONS) + 1  # those of `forward`, and the scale as a number; then the length
+_GIVEN = len(OPTIONS) + 1  # the options of `forward` and the scale as a number; the length follows
 
 
 def _program(views: Views, options: Options, gpu: Any, limits: Any, *_: Any) -> Any:

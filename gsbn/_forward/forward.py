@@ -1,4 +1,4 @@
-"""forward and describe: their arguments."""
+"""forward and describe: the public functions, and how they handle their arguments."""
 
 from __future__ import annotations
 
@@ -159,9 +159,9 @@ def forward(
         and a ghost batch has at least two rows. Not with `group`, which is about ranks, or `renorm`. No effect in
         inference.
     residual : (B, O) array, optional
-        Added before the activation, as in a residual block: x's dtype, library and device, any strides. What it is
-        added to is first rounded to x's dtype, and so is the sum, as in PyTorch. One more launch does this and the
-        activation.
+        Added before the activation, as in a residual block: x's dtype, library and device, any strides. The other term
+        of the sum is first rounded to x's dtype, and so is the sum, as in PyTorch. One more launch adds the residual
+        and applies the activation.
     out : (B, O) array, optional
         Where y is written: x's dtype and library, any strides. It must not overlap another argument.
     return_saved : bool
@@ -173,8 +173,8 @@ def forward(
         x's dtype and library; `out` itself if given. For other DLPack producers a CuPy or NumPy array.
     saved : Saved
         With `return_saved`: x and weight themselves, the (B, O) deviations of g from its mean, and O(O) constants, or
-        O(groups O) with `groups`. With `residual` and an activation also y itself or, if y does not tell the gradient,
-        the (B, O) sum before it.
+        O(groups O) with `groups`. With `residual` and an activation also y itself or, if the gradient does not follow
+        from y, the (B, O) sum before the activation.
 
     Raises
     ------
@@ -220,7 +220,7 @@ def forward(
 
 @outside_graphs
 def forward_of(arrays: Arrays, options: Options, limits: _plan.Limits = ANY) -> Any:
-    """`forward` with its arguments as tuples, in the order of ARRAYS and OPTIONS: less work on the host per call."""
+    """`forward` with its arguments as tuples, in the order of ARRAYS and OPTIONS, which takes the host less time."""
     arrays, options, prepared, own = _given(arrays, options)
     return call(FORWARD, arrays, options, group=options[_GROUP], limits=limits, context=prepared, own=own)
 
@@ -276,8 +276,9 @@ def _signature() -> inspect.Signature:
 
 
 def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared | None, tuple[str, ...]]:
-    """The arrays, with limits of renorm if these are an array; the options, with the scale last if it is a number, else
-    1; the prepared weight or None; and the names of the arrays that gsbn itself may have made (`own` of `kinds_of`)."""
+    """Split the arguments into four results: the arrays, with the limits of renorm if they are an array; the options,
+    followed by the scale if it is a number, else by 1; the prepared weight or None; and the names of the arrays that
+    gsbn itself may have made (`own` of `kinds_of`)."""
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
     if (renorm := options[_RENORM]) is not None:
         arrays, options = _with_limits(arrays, options, renorm)
@@ -304,7 +305,8 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
 
 
 def _with_limits(arrays: Arrays, options: Options, renorm: Any) -> tuple[Arrays, Options]:
-    """The arrays with an array of limits, or the options with these as numbers; neither in inference."""
+    """The arrays with the limits of renorm as an array, or the options with the limits as numbers; in inference neither
+    has limits."""
     limits = None
     flag("training", options[_TRAINING])
     if hasattr(renorm, "shape") or hasattr(renorm, "__dlpack__"):

@@ -73,9 +73,9 @@ def linear(
     y : (B, O) array
         x's dtype and library; `out` itself if given.
     saved : Saved
-        With `return_saved`: x and weight themselves; with an activation also y itself, if that tells the gradient
-        ("relu", and "leaky_relu" with a slope of at least 0), else ``u = x weightᵀ + bias`` in x's dtype, of which y is
-        then made as in PyTorch. None of them may change before the backward.
+        With `return_saved`: x and weight themselves; with an activation also y itself, if the gradient follows from y
+        ("relu", and "leaky_relu" with a slope of at least 0), else ``u = x weightᵀ + bias`` in x's dtype; y is then
+        computed from u, as in PyTorch. None of these arrays may change before the backward.
 
     Raises
     ------
@@ -95,14 +95,14 @@ def linear(
     """
     flag("return_saved", return_saved)
     arrays = (x, weight, None, bias, None, None, None, None, None, None, None, out)
-    # OPTIONS, and 1 for the scale: inference, a momentum that is not used, eps 0
+    # OPTIONS: inference, a momentum that is not used, eps 0, ...; then 1 for the scale
     put_through = checked_activation(activation)
     options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, put_through, *WHOLE_BATCH, 1.0)
     return call(LINEAR, arrays, options, own=("out",))
 
 
 def _unsaved(options: Options) -> Options:
-    """The options of a forward that saves nothing: the backward needs no more than x, the weight and y, or u."""
+    """The options of a forward that saves nothing, because the backward needs only x, the weight, and y or u."""
     return (*options[:_SAVES], False, *options[_SAVES + 1 :])
 
 
@@ -136,7 +136,7 @@ def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *more: Any) -> Any:
 
 
 _SAVES, _ACTIVATION = map(OPTIONS.index, ("return_saved", "activation"))
-# An inference without running statistics: these are then 0 and 1, and eps is 0.
+# `linear` is an inference without running statistics: they count as 0 and 1, and eps is 0.
 LINEAR = replace(
     FORWARD,
     name="linear",

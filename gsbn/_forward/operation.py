@@ -30,7 +30,7 @@ OPTIONS = (
     "training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group", "renorm",
     "groups",
 )  # fmt: skip
-WHOLE_BATCH = None, None, 1  # group, renorm and groups of a call that has none of them: the batch's own statistics
+WHOLE_BATCH = None, None, 1  # group, renorm and groups of a call that uses the statistics of the whole batch
 _COUNT = ARRAYS.index("num_batches_tracked")
 _TRAINING, _SAVES, _SMS, _ACTIVATION, _RENORM, _GROUPS = map(
     OPTIONS.index, ("training", "return_saved", "sms", "activation", "renorm", "groups")
@@ -38,7 +38,8 @@ _TRAINING, _SAVES, _SMS, _ACTIVATION, _RENORM, _GROUPS = map(
 
 
 def with_number(options: Options) -> Options:
-    """The options with an activation and its number in the one form that keys know; raise if it is none."""
+    """The options with the activation and its number in the form that keys use; raise if the activation is not
+    valid."""
     return (*options[:_ACTIVATION], check.checked_activation(options[_ACTIVATION]), *options[_ACTIVATION + 1 :])
 
 
@@ -70,12 +71,12 @@ def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any
     if not options[_SAVES]:
         return y
     rows = _plan.SAVED_ROWS if options[_RENORM] is None else _plan.RENORM_ROWS
-    vectors = kind.empty((rows, features), x, "float64")  # never read
+    vectors = kind.empty((rows, features), x, "float64")  # nothing reads these
     return y, saved_of(kind, arrays, options, kind.empty((0, features), x), vectors, dtypes_of(kind, arrays), y)
 
 
 def keeps_u(options: Options) -> bool:
-    """Whether the backward needs what the activation was applied to, where that is an array in between."""
+    """Whether the call keeps u, the argument of the activation, as an array, because the backward needs it."""
     activation = options[_ACTIVATION]
     return bool(options[_SAVES]) and activation is not None and not follows_from_y(activation)
 
@@ -99,7 +100,8 @@ def program_of(
     views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool, *,
     keeps: bool | None = None,
 ) -> Program | None:  # fmt: skip
-    """The program of a call. `keeps`: whether it keeps u, where a launch of its own makes y; None: ask the options."""
+    """The program of a call. `keeps`: whether the call keeps u and makes y from it in one more launch; None means that
+    the options decide."""
     training, momentum, eps, precision, gemm, return_saved, sms, activation, _, renorm, groups, number = options
     x, weight, residual, out = views["x"], views["weight"], views["residual"], views["out"]
     assert x is not None and weight is not None
@@ -110,7 +112,7 @@ def program_of(
     p = _plan.Matmul(m, n, k, x.dtype, gpu.at_most(sms), matrix_of(x), matrix_of(weight), y_at, limits)
     if ranks is not None:
         ranks = ranks._replace(signature=signature(_words(views, options, n, k, x.dtype)))
-    apart = keeps or residual is not None  # u is made first, by what makes y elsewhere, and one more launch makes y
+    apart = keeps or residual is not None  # the usual launches then make u instead of y, and one more launch makes y
     keeps = keeps_u(options) if keeps is None else keeps
     of_u, result = _plan.place_of_u(p, out=out is not None, keeps=keeps) if apart else (p, {"out": out is not None})
     plan = _plan.plan_forward if groups == 1 else partial(_plan.plan_ghosts, groups=int(groups))
@@ -138,7 +140,7 @@ def program_of(
 
 
 def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str) -> str:
-    """What must be equal in the forwards of all ranks, for error messages."""
+    """A text of everything that must be equal in the forwards of all ranks; error messages show it."""
     _, momentum, eps, *_, activation, _, renorm, _, number = options
     given = ", ".join(name for name in (*VECTORS, "renorm") if arrays[name] is not None)
     average = "cumulative" if momentum is None else float(momentum)
@@ -149,8 +151,8 @@ def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str
 
 
 def _returns(program: Program, views: Views, options: Options) -> Any:
-    """The indices of y among the arrays that the call makes, None with `out`, and of u, None if nothing keeps it; the
-    saved vectors' dtypes or None."""
+    """Three results: the index of y among the arrays that the call makes, None with `out`; the index of u, None if it
+    is not kept; the dtypes of the vectors if the call saves, else None."""
     dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
     kept = program.made("u") if keeps_u(options) else None
     return program.made("y"), kept, dtypes if options[_SAVES] else None

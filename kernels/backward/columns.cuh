@@ -1,24 +1,27 @@
-// What a thread of a backward computes from its VEC columns: their sums, the gradients of size O, dg. No kernels.
+// What a thread of a backward kernel computes from its VEC columns: their sums, the gradients of size O, and dg. No
+// kernels.
 #pragma once
 #include "backward/rows.cuh"
 #include "common/ranks.cuh"
 
 constexpr int GROUP = 16;
 
-// The sums of a column: S of dy, E of dy (d - centre), and of deviations in 16 bits F of d and Q of d^2 (Projection).
+// The sums of a column: S = sum dy, E = sum dy (d - centre) and, for 16-bit deviations, F = sum d and Q = sum d^2
+// (Projection).
 constexpr bool ROUNDED = TRAINING && sizeof(D) == 2;
-constexpr bool FLOAT64 = sizeof(T) == 8;  // whose sums have no bits to spare
+constexpr bool FLOAT64 = sizeof(T) == 8;  // sums of float64 have no bits to spare
 constexpr int SUMS = ROUNDED ? 4 : 2;
 struct ColumnSums {
     double of[SUMS] = {};
 };
-// Those that ranks exchange. Few rows keep d in float64 and need no F and Q, but another rank may have many rows.
+// How many sums ranks exchange. A rank with few rows keeps d in float64 and needs no F and Q, but another rank may have
+// many rows.
 constexpr int POSTS = TRAINING && sizeof(T) == 2 ? 4 : 2;
 using BackwardExchange = Exchange<POSTS>;
 
 enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // rows of coefficients, in G
 
-// A sum of a few numbers of G; if T is float64 with the rounding errors.
+// A sum of a few numbers of G. If T is float64, it also sums the rounding errors.
 struct Sum {
     G high = 0, low = 0;
     __device__ void add(G v) {
@@ -66,7 +69,7 @@ struct BeforeY {
         if constexpr (!ACTIVE) return dy;
         if constexpr (IDENTITY) return Activation<T>::gradient(dy, d);
         const G u = fma(slope.at[j], TRAINING ? d : (d - mean.at[j]) - mean_low.at[j], offset.at[j]);
-        // for few rows G is wider than the type that y was computed in
+        // round u to the type in which y was computed: for few rows G is wider
         return Activation<T>::gradient(dy, static_cast<G>(static_cast<decltype(to_float(T()))>(u)));
     }
 };
@@ -108,7 +111,7 @@ __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows,
                 if (isfinite(sums[i][j])) sums[i][j] += low[i][j];
 }
 
-// Loads what is subtracted from VEC columns of d; nothing in training, or without a norm.
+// Loads the centres that are subtracted from VEC columns of d. In training, and without a norm, there are none.
 __device__ inline void load_centre(const BackwardProblem& p, const double* saved, long long col, int inside,
                                    G (&centre)[VEC]) {
     if (!TRAINING && !IDENTITY) {
@@ -118,14 +121,14 @@ __device__ inline void load_centre(const BackwardProblem& p, const double* saved
     }
 }
 
-// Merges the sums of all splits for the CTA's `columns` columns from col0 on, in float64, and calls then(c, column,
-// sums) in one thread for each column. THREADS / columns threads share a column and its splits; their sums are added in
-// a fixed order in `scratch` (SUMS, THREADS), in shared memory. Without scratch, for which float64 leaves no room, one
-// thread has a column.
+// Merges the sums of all splits for the CTA's `columns` columns from col0 on, in float64. For each column, one thread
+// calls then(c, column, sums). THREADS / columns threads share the splits of a column; their sums are added in a fixed
+// order through `scratch` (SUMS, THREADS) in shared memory. If `scratch` is null, one thread has all splits of a
+// column: float64 leaves no room for scratch.
 template <typename Then>
 __device__ inline void merge_splits(const BackwardProblem& p, const char* workspace, int columns, long long col0,
                                     double* scratch, const Then& then) {
-    constexpr int AT_ONCE = 16 / SUMS;  // splits whose sums are in flight
+    constexpr int AT_ONCE = 16 / SUMS;  // splits whose sums are in flight at once
     const auto [column, part, sharers] = Sharers<THREADS>(columns);
     const int parts = scratch == nullptr ? 1 : sharers;
     const long long c = col0 + column, step = parts * SUMS * p.n;
@@ -162,15 +165,15 @@ __device__ inline void merge_splits(const BackwardProblem& p, const char* worksp
     if (part == 0 && c < p.n) then(c, column, sums);
 }
 
-// What the forward saved of feature c, one number in each row (SAVED_).
+// The numbers that the forward saved for feature c, one in each row (SAVED_).
 struct Factors {
     const double* saved;
     long long n, c;
-    // rows that gradients and coefficients need
+    // how many rows the gradients and the coefficients need
     static constexpr int ROWS = IDENTITY ? 0 : TRAINING ? SAVED_REST + 1 : SAVED_S + 1;
 
     __device__ double operator()(int row) const { return saved[row * n + c]; }
-    // Loads every `step`-th of them into L1, so that they are there once the sums are known.
+    // Loads every `step`-th row into L1, so that the numbers are there once the sums are known.
     __device__ void prefetch(int first = 0, int step = 1) const {
 #pragma unroll 1
         for (int row = first; row < ROWS; row += step)
@@ -179,16 +182,16 @@ struct Factors {
     }
 };
 
-// How S and E of a column follow from the sums over all `rows`.
+// Computes S and E of a column from the sums over all `rows`.
 //
-// Deviations in 16 bits have neither the mean 0 nor the variance v that the forward computed. In dg of an outlier two
-// terms cancel almost completely (dy and its projection on d), if r is that of the same deviations; otherwise dg is
-// their rounding error. So everything is computed of d - e and its own r' = t r:
+// Deviations that are rounded to 16 bits have neither the mean 0 nor the variance v that the forward computed. In dg of
+// an outlier, two terms cancel almost completely: dy and its projection on d. They cancel only if r belongs to the same
+// deviations; otherwise dg is their rounding error. So the formulas use d - e and its own r' = t r:
 //   e = F/B     V = Q/B - e^2     t = 1 / sqrt(eps r^2 + s^2 r^2 V)     E = t (sum dy d - e S)
 //   dg = a (dy - S/B - t rate (d - e) E/B)
-// with s^2 r^2 in units of the deviations (SAVED_RATE).
+// Here s^2 r^2 is in units of the deviations (SAVED_RATE).
 struct Projection {
-    double rows, S, E, centre = 0.0, stretch = 1.0;  // e and t
+    double rows, S, E, centre = 0.0, stretch = 1.0;  // centre is e, stretch is t
 
     template <int COUNT>
     __device__ Projection(double rows, const Factors& of, const double (&sums)[COUNT]) : rows(rows), S(sums[0]) {
@@ -201,14 +204,14 @@ struct Projection {
         }
         E = COUNT == 4 ? of_part(S, sums[1]) : sums[1];
     }
-    // E of some of the rows, from their S and E.
+    // E of a part of the rows, from the S and E of that part.
     __device__ double of_part(double S, double E) const { return POSTS == 4 ? stretch * (E - centre * S) : E; }
 };
 
-constexpr int GRADIENTS = 4;  // of size O: bias, scale, gamma, beta
+constexpr int GRADIENTS = 4;  // gradients of size O: bias, scale, gamma, beta
 
-// Stores the gradient with this number, of feature c. One function for all: each is executed once, so instructions
-// should be few.
+// Stores gradient `number` of feature c. One function serves all four: each is computed only once, so the code should
+// be short.
 __device__ __forceinline__ void store_gradient(int number, const BackwardProblem& p, const Factors& of, double S,
                                                double E, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     double value = S;
@@ -239,7 +242,7 @@ __device__ inline void store_gradients(const BackwardProblem& p, const Factors& 
         store_gradient(number, p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
 }
 
-// In training, stores the coefficients of dg of a feature, in rows of `pitch`, at `at`.
+// In training, stores the coefficients of a feature's dg in column `at` of `coefficients`, whose rows have this pitch.
 __device__ inline void store_coefficients(const Factors& of, const Projection& by, G* coefficients, long long pitch,
                                           long long at) {
     if (!TRAINING) return;
@@ -252,7 +255,7 @@ __device__ inline void store_coefficients(const Factors& of, const Projection& b
     coefficients[DG_RATE * pitch + at] = static_cast<G>(rate);
 }
 
-// Stores everything of size O of feature c: its gradients, if `gradients`, and the coefficients.
+// Stores everything of size O for feature c: the gradients, if `gradients` is true, and the coefficients.
 __device__ inline void store_feature(const BackwardProblem& p, const Factors& of, const ColumnSums& sums,
                                      bool gradients, void* to_bias, void* to_scale, void* to_gamma, void* to_beta,
                                      G* coefficients, long long pitch, long long at) {
@@ -261,20 +264,20 @@ __device__ inline void store_feature(const BackwardProblem& p, const Factors& of
     store_coefficients(of, by, coefficients, pitch, at);
 }
 
-// Turns sums into those of deviations that are `unit` times as large.
+// Turns sums over deviations into the sums over deviations that are `unit` times as large.
 __device__ inline void scale_sums(double (&sums)[POSTS], double unit) {
 #pragma unroll
     for (int j = 1; j < POSTS; ++j) sums[j] *= j == 3 ? unit * unit : unit;
 }
 
-// What this rank posts of a feature: its sums, of deviations in units of g.
+// Computes what this rank posts for a feature: its sums, with deviations in units of g.
 __device__ inline void sums_to_post(const BackwardProblem& p, const D* d, const Factors& of, const ColumnSums& sums,
                                     double (&posts)[POSTS]) {
 #pragma unroll
     for (int j = 0; j < POSTS; ++j) posts[j] = j < SUMS ? sums.of[j] : 0.0;
     if constexpr (SUMS < POSTS)
 #pragma unroll 1
-        for (long long row = 0; row < p.m; ++row) {  // there are few
+        for (long long row = 0; row < p.m; ++row) {  // few rows
             const double deviation = static_cast<double>(to_float(d[row * p.ldd + of.c]));
             posts[2] += deviation;
             posts[3] += deviation * deviation;
@@ -282,7 +285,7 @@ __device__ inline void sums_to_post(const BackwardProblem& p, const D* d, const 
     scale_sums(posts, of(SAVED_UNIT));
 }
 
-// Posts this rank's sums of a feature, and with the first one the header.
+// Posts this rank's sums of a feature, and with the first feature also the header.
 __device__ inline void post_sums(const BackwardExchange& exchange, const BackwardProblem& p, const D* d,
                                  const Factors& of, const ColumnSums& sums) {
     double posts[POSTS];
@@ -291,15 +294,15 @@ __device__ inline void post_sums(const BackwardExchange& exchange, const Backwar
     exchange.post_feature(of.c, posts);
 }
 
-// The sums of a feature over all ranks, of deviations in this rank's units. Returns the rows of all.
+// Collects the sums of a feature over all ranks, with deviations in this rank's units. Returns the rows of all ranks.
 __device__ inline double collect_sums(const BackwardExchange& exchange, const Factors& of, double (&all)[POSTS]) {
     const double rows = exchange.sums(of.c, all);
     scale_sums(all, 1.0 / of(SAVED_UNIT));
     return rows;
 }
 
-// Computes dg of the VEC columns from col on. In training its coefficients lie in shared memory, where
-// store_coefficients wrote them; column `at` of `coefficients` is col.
+// Computes dg of the VEC columns from col on. In training the coefficients lie in shared memory, where
+// store_coefficients wrote them; column `at` of `coefficients` belongs to col.
 struct Coefficients {
     Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
     BeforeY before;

@@ -1,5 +1,5 @@
-// What the kernels of a backward are compiled for and told, and how their threads read rows of dy and d: through
-// pipelines in shared memory. No kernels.
+// The macros and the parameter struct of the backward kernels, and how a thread reads rows of dy and d through a
+// pipeline in shared memory. No kernels.
 #pragma once
 #include "common/activation.cuh"
 #include "common/ghost.cuh"
@@ -28,22 +28,22 @@ using G = G_TYPE;
 struct BackwardProblem {
     long long m, n, k;                   // B, O, I
     long long ldx, ldw;                  // row pitches of x and of the weight, in elements
-    long long skinny_rows;               // rows of a CTA, or a cluster, of skinny_backward
-    long long skinny_features;           // features of each CTA of its clusters
+    long long skinny_rows;               // skinny_backward: rows of a CTA, or of a cluster
+    long long skinny_features;           // skinny_backward: features of each CTA of a cluster
     long long dy_row, dy_col;            // strides of dy, in elements
     long long ldd, lddg, ld_transposed;  // row pitches of d, of dg and of its transpose, in elements
     long long row_threads;               // threads along a row of dy
-    long long sums_rows, dg_rows;        // rows of a CTA of backward_sums, in an item of backward_dg
+    long long sums_rows, dg_rows;        // rows of a CTA of backward_sums; of an item of backward_dg
     long long splits;                    // clusters of backward_sums that share a column block; 0 if there are no sums
     long long vector_dy;  // whether rows of dy start on 16 bytes and its columns are adjacent; otherwise dy_col is 0
-    long long words;      // zeros that the first launch writes for a later one
-    long long signature;  // what this call is, of a group
-    long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
+    long long words;      // how many zeros the first launch writes for a later one
+    long long signature;  // with a group: identifies this call (Exchange)
+    long long to_bias, to_scale, to_gamma, to_beta;  // vector codes of the gradients, see fetch
 #if GHOST
     long long features, ghost_pitch;  // common/ghost.cuh
 #endif
 #if CHANNELS_FIRST
-    long long reciprocal;  // of the words of 16 bytes of a sample's feature, for quotient()
+    long long reciprocal;  // for quotient(): of the number of 16-byte words of a feature in one sample
 #endif
 };
 
@@ -52,10 +52,10 @@ constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // there is an ac
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int THREADS = LANES * WARPS;
-constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);  // 16 bytes each, that VEC columns of a row of dy and of d take
+constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);  // pieces of 16 bytes that VEC columns of a row of dy and d take
 constexpr int STAGES = CHUNKS == 2 ? 4 : CHUNKS == 3 ? 2 : 1;  // rows that a thread has in flight
 
-// One access of 16 bytes: the compiler would use four if the elements were computed one by one.
+// Stores 16 bytes in one access. The compiler would use four accesses if the elements were computed one by one.
 template <typename E>
 __device__ inline void store_whole(E* to, const Vector<E, 16 / sizeof(E)>& v) {
     const unsigned* word = reinterpret_cast<const unsigned*>(&v);
@@ -64,19 +64,19 @@ __device__ inline void store_whole(E* to, const Vector<E, 16 / sizeof(E)>& v) {
                  : "memory");
 }
 
-// VEC columns of a row of dy and of d; zeros for absent columns, and for an absent d.
+// VEC columns of a row of dy and of d. Absent columns, and an absent d, are zeros.
 struct Row {
     Vector<T, VEC> dy;
     Vector<D, VEC> d;
 };
 
-// The rows of dy and d that a thread has: first, first + step, ... (Walk).
+// A thread's rows of dy and d: first, first + step, ... (Walk).
 struct BackwardRows {
     const T* dy;
     const D* d;  // may be null
     long long dy_step, d_step;
     uint4* pipeline;  // [stage][chunk][THREADS]
-    int inside;       // columns
+    int inside;       // columns that exist
     bool vector_dy;
 
     __device__ BackwardRows(const BackwardProblem& p, const T* dy_, const D* d_, long long first, long long step,
@@ -115,8 +115,7 @@ struct BackwardRows {
     }
 };
 
-// Writes the zeros from which take_maxima will raise maxima, in place of a memset. Called by all threads of the first
-// launch.
+// Writes the zeros with which take_maxima starts, to save a memset. All threads of the first launch call it.
 __device__ inline void clear(unsigned* zeros, long long words) {
 #pragma unroll 1
     for (long long i = 1LL * blockIdx.x * THREADS + threadIdx.x; i < words; i += 1LL * gridDim.x * THREADS)

@@ -1,17 +1,17 @@
 // Activations: y = f(u) with u = a (g - mean) + beta, and their derivatives in the backward.
 //
 // An activation is a struct here and a name in gsbn/_plan/activations.py; a kernel is compiled for one of them
-// (ACTIVATION), with its slope or alpha (ACTIVATION_PARAMETER).
+// (ACTIVATION) and for its slope or alpha (ACTIVATION_PARAMETER).
 //   of(u)            f(u), before it is rounded to T; NaN stays NaN
-//   gradient(dy, u)  the gradient with respect to u, dy being that with respect to y
+//   gradient(dy, u)  the gradient with respect to u, from the gradient dy with respect to y
 //   JUMPS            whether the derivative jumps where side(u) changes
-//   side(u)          must change at one u only, f may do what it likes: whether u, rounded to T, is above zero. If f
-//                    keeps signs, that is whether y is.
+//   side(u)          whether u, rounded to T, is above zero; whatever f is, this must change at one u only. If f keeps
+//                    signs, it is whether y is above zero.
 //
-// The backward has no u. It computes one, u = slope d + offset, from the deviation d that the forward saved. This d is
-// g - mean rounded, mostly to 16 bits, and may lie on the other side of a jump than the y that was written. The forward
-// checks this, and then saves the neighbour of d on y's side (settle). So the gradient belongs to y in every element,
-// and nothing but d is saved or read.
+// The backward does not have u. It computes u = slope d + offset from the deviation d that the forward saved. This d is
+// g - mean, rounded mostly to 16 bits, so the u from it may lie on the other side of a jump than the u from which y was
+// computed. The forward checks this; if it is so, it saves the neighbour of d on y's side (settle). So the gradient
+// agrees with y in every element, and nothing but d is saved or read.
 #pragma once
 #include "common/common.cuh"
 
@@ -19,7 +19,7 @@
 #define ACTIVATION Identity
 #endif
 #ifndef ACTIVATION_PARAMETER
-#define ACTIVATION_PARAMETER 0.0  // a double, which float32 can hold but for its rounding
+#define ACTIVATION_PARAMETER 0.0  // a double within float32's range
 #endif
 template <typename W>
 constexpr W PARAMETER = static_cast<W>(ACTIVATION_PARAMETER);
@@ -30,8 +30,9 @@ constexpr float VANISHES = 0.0f;
 template <>
 constexpr float VANISHES<__half> = 0x1p-25f;
 
-// e^v. The GPU's own exponential errs by 2 + 1.173 |v| units of float32. A y of float16 has vanished for v below -20: so
-// that is 2^-18.3 of e^v at most, a 150th of float16's unit. bfloat16 ends at v = -88: 2^-16.2, a 300th of its unit.
+// e^v. The GPU's own exponential errs by 2 + 1.173 |v| units of float32. For v below -20, y is zero in float16; so the
+// error is at most 2^-18.3 of e^v, a 150th of float16's unit. For bfloat16 the limit is v = -88, and the error is at
+// most 2^-16.2 of e^v, a 300th of its unit.
 template <typename T>
 __device__ __forceinline__ float exponential(float v) {
     if constexpr (sizeof(T) == 2) return __expf(v);
@@ -42,8 +43,8 @@ __device__ __forceinline__ double exponential(double v) {
     return exp(v);
 }
 
-// v sigmoid(z). The quotient for 16 bits errs by two units of float32; beyond 2^126, where it is zero, so is y but for
-// 2^-119.
+// v sigmoid(z). For 16-bit types, the quotient errs by two units of float32. Where `rest` exceeds 2^126 the quotient is
+// zero; |y| is then at most 2^-119.
 template <typename T>
 __device__ __forceinline__ float times_sigmoid(float v, float z) {
     const float rest = 1.0f + exponential<T>(-z);
@@ -96,11 +97,11 @@ struct Relu {
     }
 };
 
-// What is u above zero and something else below, with another slope but for a parameter of 1.
+// Functions that are u above zero and another function below. Unless the parameter is 1, the slope jumps at zero.
 template <typename T>
 struct Bent {
     static constexpr bool JUMPS = ACTIVATION_PARAMETER != 1.0;
-    // If the parameter is below zero, y does not tell: it is above zero on both sides.
+    // This asks u and not y: if the parameter is below zero, y is above zero on both sides.
     template <typename W>
     static __device__ __forceinline__ bool side(W u) {
         return u > W(VANISHES<T>);
@@ -121,8 +122,8 @@ struct LeakyRelu : Bent<T> {
 
 template <typename T>
 struct Elu : Bent<T> {
-    // Not e^u - 1, which cancels near zero: there 16 bits take the series to u^6 / 6!, whose rest is 2^-24 of it. Further
-    // down the GPU's exponential errs by 2^-20 of the difference.
+    // e^u - 1 would cancel near zero. There, 16-bit types use the series up to u^6 / 6!; its relative error is 2^-24.
+    // For lower u, the error of the GPU's exponential is 2^-20 of the difference.
     static __device__ __forceinline__ float below(float u) {
         if constexpr (sizeof(T) != 2) return expm1f(u);
         const float series =
@@ -165,9 +166,9 @@ struct Gelu : Smooth<T> {
     static __device__ __forceinline__ double bell(double u) { return exp(-0.5 * u * u); }
     static __device__ __forceinline__ float bell(float u) { return exponential<T>(-0.5f * u * u); }
     static __device__ __forceinline__ double phi(double u, double) { return 0.5 * erfc(-0.70710678118654752 * u); }
-    // 16 bits: Phi(-|u|) = e^(-u^2 / 2) t Q(t) with t = 1 / (1 + 0.3 |u|). Q is a least-squares fit, its weights set so
-    // that the relative error is even: 2^-22.8 for |u| up to 13.5, where bfloat16 ends. erfcf made forwards 1.5 to 2 times
-    // as long.
+    // 16-bit types use Phi(-|u|) = e^(-u^2 / 2) t Q(t) with t = 1 / (1 + 0.3 |u|). Q is a least-squares fit; its
+    // weights are chosen so that the relative error is even: 2^-22.8 for |u| up to 13.5, where bfloat16 ends. With
+    // erfcf, forwards took 1.5 to 2 times as long.
     static __device__ __forceinline__ float phi(float u, float bell_of_u) {
         if constexpr (sizeof(T) != 2) return 0.5f * erfcf(-0.707106781f * u);
         const float t = __fdividef(1.0f, fmaf(0.3f, fabsf(u), 1.0f));
@@ -220,7 +221,8 @@ constexpr bool is_same = false;
 template <typename A>
 constexpr bool is_same<A, A> = true;
 
-// Rounds v to D; to the neighbour on v's other side if rounding would carry slope v + offset over the jump.
+// Rounds v to D. If rounding would move slope v + offset across the jump, it takes the next number of D on the other
+// side of v.
 template <typename T, typename D, typename G>
 __device__ __forceinline__ D settle(G v, G slope, G offset) {
     D d;
@@ -236,14 +238,14 @@ __device__ __forceinline__ D settle(G v, G slope, G offset) {
     return d;
 }
 
-// Whether deviations of this type are saved in units of each feature's own (SAVED_UNIT).
+// Whether deviations of this type are saved in units, of which each feature has its own (SAVED_UNIT).
 template <typename A>
 constexpr bool in_units = false;
 template <>
 constexpr bool in_units<__half> = true;
 
-// The deviation that is saved: d, g - mean in G and in units, rounded to K. If K is wider than G it is g - mean almost
-// exactly, since the mean comes in two parts; u then becomes what the backward will compute.
+// The deviation that is saved. It is d, which is g - mean in G and in units, rounded to K. If K is wider than G, it is
+// g - mean almost exactly, since the mean comes in two parts; `u` then becomes the u that the backward will compute.
 template <typename T, typename K, typename G>
 __device__ __forceinline__ K deviation(G g, G mean, G mean_low, G d, G slope, G offset, G& u) {
     if constexpr (sizeof(K) > sizeof(G)) {

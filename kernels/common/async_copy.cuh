@@ -1,7 +1,7 @@
-// Asynchronous copies from global to shared memory, from Ampere on; elsewhere ordinary ones. No kernels.
+// Asynchronous copies from global to shared memory, from Ampere on; older GPUs use ordinary copies. No kernels.
 #pragma once
 
-// Copies 16 bytes; those beyond `inside` are not read, and become zeros.
+// Copies 16 bytes. Bytes beyond `inside` are not read; zeros take their place.
 __device__ inline void copy_async(uint4* to, const void* from, int inside = 16) {
 #if __CUDA_ARCH__ >= 800
     const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));

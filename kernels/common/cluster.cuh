@@ -1,4 +1,4 @@
-// For kernels whose CTAs may form clusters: how many CTAs a cluster has, and which one this is. No kernels.
+// For kernels whose CTAs may form clusters: the size of a cluster, and the rank of this CTA in it. No kernels.
 #pragma once
 #include "common/warp_roles.cuh"
 

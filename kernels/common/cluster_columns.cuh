@@ -1,18 +1,18 @@
-// For kernels in which a CTA, or with CLUSTER a cluster, has all rows of its columns: the sums of a column over all
-// threads that have it. No kernels.
+// For kernels in which a CTA or, with CLUSTER, a cluster has all rows of its columns: the sums of a column over all
+// threads that have rows of it. No kernels.
 #pragma once
 #include "common/common.cuh"
 #include "common/cluster.cuh"
 
 template <int THREADS, int VEC, int SUMS = 2>
 struct Totals {
-    static constexpr int PAD = 16 / VEC;  // keeps writers and readers free of bank conflicts
+    static constexpr int PAD = 16 / VEC;  // padding that prevents bank conflicts of writers and readers
     double of_threads[SUMS][VEC][THREADS / 2 + PAD];
     double of_parts[SUMS][THREADS];
 };
 
-// The sums of each column over the CTA. A thread brings those of its VEC columns (Places, `row_threads` up to 16), and
-// gets those of one column (Sharers). The order of the sums depends on `row_threads` alone.
+// Computes the sums of each column over the CTA. A thread brings the sums of its VEC columns (Places, `row_threads` up
+// to 16), and gets the sums of one column (Sharers). The order of the additions depends only on `row_threads`.
 template <int THREADS, int VEC, int SUMS>
 __device__ __forceinline__ void total(Totals<THREADS, VEC, SUMS>& shared, int row_threads, double (&sums)[SUMS][VEC],
                                       double (&of_column)[SUMS]) {
@@ -51,14 +51,15 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC, SUMS>& shared, int ro
     for (int i = 0; i < SUMS; ++i) of_column[i] = high[i] + (isfinite(high[i]) ? low[i] : 0.0);
 }
 
-// The sums over all CTAs of a cluster, PAIRS pairs of each of up to WIDEST columns; for one use. With EVERYWHERE each
-// CTA gets those of every column; otherwise CTA column % CLUSTER alone gets them. COMPENSATED: see LongSum.
+// The sums of up to WIDEST columns over all CTAs of a cluster, PAIRS pairs of sums for each column. An object serves
+// once. With EVERYWHERE each CTA gets the sums of every column; otherwise only CTA column % CLUSTER gets those of a
+// column. COMPENSATED: see LongSum.
 template <int WIDEST, bool EVERYWHERE = true, int PAIRS = 1, bool COMPENSATED = false>
 struct ClusterTotals {
     double2 of_rank[CLUSTER][PAIRS][CLUSTER == 1 ? 1 : EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
     unsigned long long here;  // a barrier: all sums are here
 
-    // Called by all threads before anything is sent.
+    // All threads call this before anything is sent.
     __device__ __forceinline__ void begin(int rank, int columns) {
         if constexpr (CLUSTER > 1) {
             if (threadIdx.x == 0) {
@@ -71,9 +72,9 @@ struct ClusterTotals {
             asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
         }
     }
-    // Called by all threads, each with one column: turns the CTA's sums into the cluster's. Of the threads with the
-    // same column one `sends`. Sums are pushed, so that a CTA that has received all of its own may end; they are added
-    // in the order of the ranks.
+    // Turns the sums of the CTA into those of the cluster. All threads call this, each with one column; of the threads
+    // with the same column, one has `sends` set. Sums are sent, not fetched, so that a CTA that has received all its
+    // sums may end. They are added in the order of the ranks.
     __device__ __forceinline__ void add(int rank, int column, bool sends, double (&sums)[2 * PAIRS]) {
         if constexpr (CLUSTER > 1) {
             asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -1,24 +1,25 @@
-// What every kernel shares: element types, per-feature vectors, the distribution of work, the wait for the kernel
-// ahead. No kernels.
+// The code that all kernels share: element types, per-feature vectors, the distribution of work, the wait for the
+// kernel ahead. No kernels.
 //
 // NVRTC compiles the kernels: there is no <stdint.h> and no <type_traits>. A kernel takes the constants of its launch
-// by value, in a struct of its own whose fields have 8 bytes each; and then 64-bit words, mostly addresses. So Python
-// has nothing to cast.
+// by value, in its own struct, whose fields have 8 bytes each. Then it takes 64-bit words, mostly addresses. So Python
+// does not have to cast anything.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// Bits of the field `flags`. gsbn/_plan/declared.py reads these, the KIND_ below, and the kernels' structs.
+// Bits of the field `flags`. gsbn/_plan/declared.py reads these constants, the KIND_ constants below, and the structs
+// of the kernels.
 enum : long long {
     FLAG_VECTOR_X = 1,    // rows of x start on 16 bytes
     FLAG_VECTOR_W = 2,    // rows of weight start on 16 bytes
     FLAG_VECTOR_Y = 4,    // rows of y start on 16 bytes, and columns are adjacent; for forward_sm90 rows end there, too
     FLAG_CUMULATIVE = 8,  // momentum=None: the factor is 1 / num_batches_tracked
     FLAG_UNITS = 16,      // deviations are saved in units of a power of two near their spread: float16's range is short
-    FLAG_ALONE = 32,      // a feature's rows lie in one tile: no CTA of forward_sm90 waits for another
+    FLAG_ALONE = 32,      // all rows of a feature lie in one tile: no CTA of forward_sm90 waits for another
     FLAG_RUNNING = 64,    // inference: the constants of y come from the running statistics
     FLAG_LIMBS = 256,     // the tensor core computed g from limbs: see M2_OF_LIMBS
-    FLAG_INDEPENDENT = 128,  // reads nothing that the launch ahead writes: await_kernel_ahead
+    FLAG_INDEPENDENT = 128,  // this launch reads nothing that the launch ahead writes: await_kernel_ahead
 };
 
 __device__ inline float to_float(float v) { return v; }
@@ -31,13 +32,14 @@ __device__ inline void from_float(float v, __half& out) { out = __float2half_rn(
 __device__ inline void from_float(float v, __nv_bfloat16& out) { out = __float2bfloat16_rn(v); }
 __device__ inline void from_float(double v, double& out) { out = v; }
 
-// a / d without a division, which takes some thirty instructions: for 0 <= a < 2^31 and d < 2^31, of the reciprocal
-// floor(2^62 / d) + 1. It is above 2^62 / d by at most 1, so the quotient by less than 2^-31.
+// a / d for 0 <= a < 2^31 and d < 2^31, computed from reciprocal = floor(2^62 / d) + 1. A division would take about
+// thirty instructions. The reciprocal exceeds 2^62 / d by at most 1, so the quotient errs by less than 2^-31 before it
+// is truncated.
 __device__ __forceinline__ int quotient(unsigned a, unsigned long long reciprocal) {
     return static_cast<int>(__umul64hi(4ULL * a, reciprocal));
 }
 
-// A product without .ftz, which kernels are compiled with: it does not flush subnormal numbers to zero.
+// A product that does not flush subnormal numbers to zero. Kernels are compiled with .ftz, which does.
 __device__ __forceinline__ float multiply_no_ftz(float a, float b) {
     float c;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
@@ -52,7 +54,8 @@ struct alignas(sizeof(T) * N) Vector {
     T at[N];
 };
 
-// The first `inside` of N adjacent elements, zeros for the rest; the address is aligned for an access of N.
+// Loads the first `inside` of N adjacent elements; the rest are zeros. The address is aligned for an access of N
+// elements.
 template <typename T, int N>
 __device__ inline Vector<T, N> load(const T* from, int inside) {
     if (inside == N) return *reinterpret_cast<const Vector<T, N>*>(from);
@@ -62,15 +65,14 @@ __device__ inline Vector<T, N> load(const T* from, int inside) {
     return out;
 }
 
-// How the THREADS of a CTA are placed over a matrix: a thread has VEC columns, `row_threads` threads share a row (a
-// power of two, at most a warp), and the CTA has as many rows at once as its threads suffice for. So short rows fill a
-// warp, too.
+// How the THREADS threads of a CTA are placed over a matrix. A thread has VEC columns; `row_threads` threads share a
+// row (a power of two, at most a warp); the CTA has THREADS / row_threads rows at once. So short rows fill a warp, too.
 template <int THREADS, int VEC>
 struct Places {
-    int columns, rows;  // that the CTA has at once
+    int columns, rows;  // how many the CTA has at once
     int column, row;    // this thread's first column and row among these
 
-    __device__ explicit Places(long long row_threads_) {  // without divisions, which are some twenty instructions each
+    __device__ explicit Places(long long row_threads_) {  // without divisions: each takes about twenty instructions
         const int row_threads = static_cast<int>(row_threads_), thread = static_cast<int>(threadIdx.x),
                   shift = 31 - __clz(row_threads);
         columns = row_threads * VEC;
@@ -78,14 +80,15 @@ struct Places {
         column = (thread & (row_threads - 1)) * VEC;
         row = thread >> shift;
     }
-    // How many blocks of columns n columns have; without a 64-bit division, which is some hundred instructions.
+    // How many blocks of columns n columns make. There is no 64-bit division, which would take about a hundred
+    // instructions.
     __device__ unsigned blocks(long long n) const {
         return static_cast<unsigned>((n + columns - 1) >> (31 - __clz(columns)));
     }
 };
 
-// How the THREADS of a CTA share `columns` columns, a power of two: each thread has one column and is number `part` of
-// its `parts` threads.
+// How the THREADS threads of a CTA share `columns` columns, a power of two. Each thread has one column; `parts` threads
+// have the same column, and `part` is the thread's number among them.
 template <int THREADS>
 struct Sharers {
     int column, part, parts;
@@ -98,17 +101,17 @@ struct Sharers {
     }
 };
 
-// A per-feature vector is a pointer and a code, stride * 8 + kind. So each may be absent, strided, and of its own
-// dtype, without a kernel for every combination. They are O work beside B O.
+// A per-feature vector is a pointer and a code, stride * 8 + kind. So each vector may be absent or strided and may have
+// its own dtype, without a kernel for every combination. The work on vectors is O, that on matrices B O.
 enum : int { KIND_ABSENT = 0, KIND_FLOAT32 = 1, KIND_FLOAT64 = 2, KIND_FLOAT16 = 3, KIND_BFLOAT16 = 4 };
 
 #ifndef CONCURRENT_WITH_MMA
 #define CONCURRENT_WITH_MMA 0
 #endif
 
-// `fetch` loads, and `or_else` converts: so several loads are in flight at once. With CONCURRENT_WITH_MMA both have the
-// fewest instructions, because every instruction delays the tensor core beside it. Otherwise they have no branches,
-// with which a CTA of normalize took 1 us longer for six arguments.
+// `fetch` loads and `or_else` converts, so that several loads can be in flight at once. With CONCURRENT_WITH_MMA both
+// functions have as few instructions as possible, because every instruction delays the tensor core beside it. Otherwise
+// they have no branches: with branches, a CTA of normalize took 1 us longer for six arguments.
 struct Fetched {
     int kind;
     unsigned long long bits;
@@ -172,13 +175,13 @@ __device__ inline void store_vector(void* p, long long code, long long i, R v) {
     }
 }
 
-// What normalize applies to a feature: y = f(a ((g - mean) - mean_low) + beta); four arrays of n in G's type, pitch
-// ldg. The mean is subtracted before anything is multiplied, and mean_low is what float32 drops of it: if |mean| >>
-// sigma, the rounding of the mean alone would be the largest error in y.
+// The constants with which normalize computes y = f(a ((g - mean) - mean_low) + beta): four rows of n numbers of type
+// G, pitch ldg. The mean is subtracted before anything is multiplied, and mean_low is the part of the mean that float32
+// drops: if |mean| >> sigma, the rounding of the mean alone would be the largest error in y.
 enum : int { AFFINE_MEAN = 0, AFFINE_MEAN_LOW = 1, AFFINE_A = 2, AFFINE_BETA = 3, AFFINE_ROWS = 4 };
 
-// What a forward saves for its backward: vectors of n in float64 (backward.cu has the formulas). From SAVED_RATE on,
-// training and inference give a row different meanings.
+// What a forward saves for its backward: rows of n float64 numbers (backward.cu has the formulas). From SAVED_RATE on,
+// a row has one meaning in training and another in inference.
 enum : int {
     SAVED_A = 0,       // gamma s r
     SAVED_SCALE = 1,   // training: gamma eps r^3 unit; inference: gamma r
@@ -186,14 +189,14 @@ enum : int {
     SAVED_RATE = 3,    // training: s^2 r^2 unit^2
     SAVED_UNIT = 4,    // training: the unit of the deviations
     SAVED_REST = 5,    // training: eps r^2, which is 1 - s^2 r^2 var
-    SAVED_CENTRE = 3,  // inference: what is subtracted from g
+    SAVED_CENTRE = 3,  // inference: the centre, which is subtracted from g
     SAVED_BIASED = 4,  // inference: centre + b
     SAVED_Z = 5,       // inference: s (centre + b) - running_mean
     SAVED_S = 6,       // inference: s
-    SAVED_SLOPE = 7,   // training: a unit, as y was computed with it: y = f(slope d + offset)
+    SAVED_SLOPE = 7,   // training: a unit, with the a of y: y = f(slope d + offset)
     SAVED_MEAN = 7,    // inference: mean of y = f(a (g - mean) + offset)
-    SAVED_OFFSET = 8,  // of either
-    SAVED_ROWS = 9,    // without RENORM
+    SAVED_OFFSET = 8,  // both: offset in these formulas
+    SAVED_ROWS = 9,    // number of rows without RENORM
     SAVED_RATIO = 9,   // with RENORM: ratio, by which the rows A, SCALE, GAMMA and SLOPE have been multiplied
     SAVED_SHIFT = 10,  // with RENORM: shift, by which gamma / beta is in SAVED_OFFSET
 };
@@ -202,8 +205,8 @@ enum : int {
 #define RENORM 0  // 1: a variant for batch renormalisation (common/renorm.cuh)
 #endif
 
-// Stores the SAVED_ rows of feature i in training. Its deviations are in units of `unit`, and y was computed with `a`,
-// which may be rounded, and `offset`. `ratio` and `shift`: common/renorm.cuh.
+// Stores the SAVED_ rows of feature i in training. Its deviations are in units of `unit`, and y was computed with `a`
+// and `offset`, which may be rounded. common/renorm.cuh defines `ratio` and `shift`.
 __device__ inline void store_saved(double* saved, long long n, long long i, double s, double gamma, double var,
                                    double eps, double unit, double a, double offset, double ratio = 1.0,
                                    double shift = 0.0) {
@@ -211,10 +214,10 @@ __device__ inline void store_saved(double* saved, long long n, long long i, doub
     saved[SAVED_A * n + i] = gamma * s * r * ratio;
     saved[SAVED_SCALE * n + i] = gamma * eps * square * r * unit * ratio;
     saved[SAVED_GAMMA * n + i] = to_units * r * ratio;
-    saved[SAVED_RATE * n + i] = to_units * to_units * square;  // in few roundings: dg of an outlier cancels by it
+    saved[SAVED_RATE * n + i] = to_units * to_units * square;  // few roundings: dg of an outlier cancels with it
     saved[SAVED_UNIT * n + i] = unit;
     saved[SAVED_REST * n + i] = eps * square;
-    saved[SAVED_S * n + i] = 0.0;  // no backward in training reads it: but equal calls save equal bytes
+    saved[SAVED_S * n + i] = 0.0;  // no backward in training reads it, but equal calls must save equal bytes
     saved[SAVED_SLOPE * n + i] = a * unit;
     saved[SAVED_OFFSET * n + i] = offset;
     if constexpr (RENORM) {
@@ -223,14 +226,14 @@ __device__ inline void store_saved(double* saved, long long n, long long i, doub
     }
 }
 
-// What the rounding of sum = a + b lost (Knuth's two-sum).
+// The part of a + b that the rounded `sum` lost (Knuth's two-sum).
 template <typename R>
 __device__ __forceinline__ R rest_of_sum(R a, R b, R sum) {
     const R back = sum - a;
     return (a - (sum - back)) + (b - back);
 }
 
-// A sum in float64; if COMPENSATED, with its rounding errors.
+// A sum in float64. If COMPENSATED, the rounding errors are summed, too.
 template <bool COMPENSATED>
 struct LongSum {
     double high = 0.0, low = 0.0;
@@ -246,7 +249,7 @@ struct LongSum {
     __device__ __forceinline__ double total() const { return COMPENSATED && isfinite(high) ? high + low : high; }
 };
 
-// v as a sum of two G; a v that is not finite has no second one.
+// v as a sum of two numbers of type G; if v is not finite, the second one is 0.
 template <typename G>
 struct HighLow {
     G high, low;
@@ -263,36 +266,37 @@ __device__ inline void store_affine(G* affine, long long pitch, long long i, dou
     affine[AFFINE_BETA * pitch + i] = static_cast<G>(beta);
 }
 
-// By how much to multiply M2 of a g that was computed from limbs, for an unbiased variance. The tensor core truncates
-// sums where an FMA rounds: g is too small by 2^-24 of itself on average (measured and simulated: 0.9 to 1.1 of that
-// for 64 to 8192 terms and any shape), and M2 by twice that. y and the gradients are not affected: they use g and M2 as
-// computed.
+// If g was computed from limbs, its M2 is multiplied by M2_OF_LIMBS, so that the variance is unbiased. The tensor core
+// truncates sums where an FMA rounds. So g is too small by 2^-24 of itself on average (measured and simulated: 0.9 to
+// 1.1 times that, for 64 to 8192 terms and any shape), and M2 by twice that. y and the gradients are not affected: they
+// use g and M2 as computed.
 constexpr double M2_OF_LIMBS = 1.0 + 0x1p-23, M2_AS_MADE = 1.0 - 0x1p-23;
 
-// Distributes `count` items of work; a launch may have fewer CTAs than that (`sms`). CTA b takes the items b, b +
-// gridDim.x, ... All of its threads end one item before any begins the next, so that shared memory is free again.
+// Distributes `count` items of work; a launch may have fewer CTAs than items (`sms`). CTA b takes the items b, b +
+// gridDim.x, ... All of its threads end one item before any of them begins the next, so that shared memory is free
+// again.
 template <typename Work>
 __device__ __forceinline__ void for_each_item(long long count, const Work& work) {
-    for (unsigned item = blockIdx.x; item < count; item += gridDim.x) {  // a grid, and so count, is below 2^31
+    for (unsigned item = blockIdx.x; item < count; item += gridDim.x) {  // a grid, and so `count`, is below 2^31
         if (item != blockIdx.x) __syncthreads();
         work(item);
     }
 }
 
-// Every kernel calls it first, or before it reads what the kernel ahead writes. A launch may begin while the kernel
-// ahead of it in the stream still runs (programmatic dependent launch, from Hopper on; Launcher in gsbn/_kernels.py).
-// This function waits until all of that kernel is done and its writes are seen. Only then it lets the next launch
-// begin, so that at most two overlap. A launch without overlap, as all launches of a call with `sms` are, does not
-// wait.
+// Every kernel calls this function first, or before it reads what the kernel ahead writes. A launch may begin while the
+// kernel ahead of it in the stream still runs (programmatic dependent launch, from Hopper on; Launcher in
+// gsbn/_cuda/kernels.py). This function waits until all of that kernel is done and its writes are visible. Only then
+// does it let the next launch begin, so that at most two launches overlap. A launch that does not overlap, such as any
+// launch of a call with `sms`, does not wait.
 //
-// A kernel ahead of the same call has itself waited for whatever wrote the call's operands: a kernel may then read
-// these, and call this function later.
+// If the kernel ahead belongs to the same call, it has itself waited for the kernels that wrote the call's operands. A
+// kernel may then read the operands first, and call this function later.
 //
-// With `waits` (a kernel that waits for another GPU) the next launch begins only when this one has ended: otherwise its
-// CTAs would hold the SMs that others need (common/ranks.cuh).
+// `waits` is for a kernel that waits for another GPU: the next launch then begins only when this one has ended.
+// Otherwise its CTAs would hold SMs that others need (common/ranks.cuh).
 //
-// A launch with FLAG_INDEPENDENT calls it at its end instead: it runs beside the kernel ahead, but never ends before
-// that one has. So whoever waits for it waits for both.
+// A launch with FLAG_INDEPENDENT calls this function at its end instead: it runs beside the kernel ahead, but never
+// ends before that kernel. So a launch that waits for it waits for both.
 __device__ inline void await_kernel_ahead(bool waits = false) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

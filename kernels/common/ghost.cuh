@@ -1,7 +1,7 @@
-// Ghost batches (Hoffer, Hubara and Soudry 2017), in the variants with GHOST: each run of m rows has statistics of its
-// own. Such a kernel sees n columns: `ghost_pitch` for each ghost batch, which are its features, padded to 16 bytes of
-// x's dtype so that no thread's columns belong to two ghost batches. Only addresses in matrices, in the caller's vectors
-// and in what a forward saves differ from those of a plain call. No kernels.
+// Ghost batches (Hoffer, Hubara and Soudry 2017), in the variants with GHOST: each run of m rows has its own
+// statistics. Such a kernel sees n columns: each ghost batch has `ghost_pitch` columns, which are its features and
+// padding to 16 bytes of x's dtype. So no thread's columns belong to two ghost batches. Only the addresses differ from
+// those of a plain call: in matrices, in the caller's vectors, and in what a forward saves. No kernels.
 #pragma once
 #include "common/common.cuh"
 
@@ -11,7 +11,7 @@
 
 // Where column `col` of a kernel lies in a matrix: its feature, and the row with which its ghost batch begins.
 struct Column {
-    long long first_row = 0, feature, left;  // left: features from this one on
+    long long first_row = 0, feature, left;  // left: how many features there are from this one on
 
     template <typename P>
     __device__ __forceinline__ Column(const P& p, long long col) : feature(col), left(p.n - col) {
@@ -33,7 +33,7 @@ struct Column {
     }
 };
 
-// The element of the caller's vectors that belongs to column c; of a column that rounds up, the last one.
+// The element of the caller's vectors that belongs to column c. A column of padding gets the last element.
 template <typename P>
 __device__ __forceinline__ long long feature_of(const P& p, long long c) {
 #if GHOST
@@ -43,8 +43,8 @@ __device__ __forceinline__ long long feature_of(const P& p, long long c) {
 #endif
 }
 
-// What a forward saves (SAVED_) is SAVED_ROWS rows of `saved_pitch` for each ghost batch. Row i of column c lies at i *
-// saved_pitch + c from here.
+// For each ghost batch, a forward saves SAVED_ROWS rows of `saved_pitch` numbers (SAVED_). Row i of column c lies at
+// saved_of(...) + i * saved_pitch + c.
 template <typename P>
 __device__ __forceinline__ long long saved_pitch(const P& p) {
 #if GHOST

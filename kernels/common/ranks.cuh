@@ -1,35 +1,35 @@
-// How ranks (GPUs that share a batch) exchange numbers: a rank posts doubles, and collects those of all ranks in the
-// order of the ranks. No kernels.
+// How ranks (GPUs that share a batch) exchange numbers. A rank posts doubles, and collects the doubles of all ranks, in
+// the order of the ranks. No kernels.
 //
-// Peer memory. Every rank has a mailbox in its own memory, which all others can write to. It has two slots that
-// alternate from call to call, and in each a row of letters for every rank. A letter is 16 bytes that are written and
+// Peer memory. Every rank has a mailbox in its own memory, to which all other ranks can write. It has two slots, which
+// alternate from call to call; a slot has a row of letters for every rank. A letter is 16 bytes that are written and
 // read in one access: a double, and the number of its call. So no flag is ever reset, and no fence is needed. A slot is
-// free when it is written again: a rank posts call c + 2 after it has collected call c + 1 from all ranks, and these
-// posted c + 1 after they had collected call c. The number is counted on the device, so that a replayed graph continues
-// it.
+// free when it is written again: a rank posts call c + 2 after it has collected call c + 1 from all ranks, and they
+// posted call c + 1 after they had collected call c. The device counts the calls, so that a replayed graph continues
+// the count.
 //
 // Gathered. If another library exchanges the numbers, they lie in rows of doubles, one row for every rank.
 //
-// A rank posts the number of its rows, its call's signature (which reveals a rank that calls something else), and a few
-// doubles for every feature.
+// A rank posts its number of rows, the signature of its call (which shows whether another rank makes a different call),
+// and a few doubles for every feature.
 //
-// Waiting is limited: after `timeout` a call fails and writes a status to the host's memory, and every later call
+// A call does not wait forever: after `timeout` it fails and writes a status to the host's memory, and every later call
 // fails, too.
 #pragma once
 #include "common/common.cuh"
 
 enum : int { STATUS_TIMEOUT = 1, STATUS_OTHER_CALL = 2, STATUS_ONE_ROW = 3 };
-enum : int { ROWS_AT = 0, CALL_AT = 1, FEATURES_AT = 2 };  // of what a rank posts
+enum : int { ROWS_AT = 0, CALL_AT = 1, FEATURES_AT = 2 };  // offsets in the numbers that a rank posts
 
-struct Ranks {  // in device memory; gsbn/_ranks.py writes it, 8 bytes each
+struct Ranks {  // in device memory; gsbn/_ranks/exchange.py writes it; every field has 8 bytes
     long long rank, size;
-    long long letters;           // of a row of a mailbox
+    long long letters;           // letters in a row of a mailbox
     unsigned long long timeout;  // ns
     volatile long long* status;  // in the host's memory
     unsigned long long call;     // calls of this rank that have ended
-    unsigned long long leaving;  // CTAs of the present call that no longer need it
+    unsigned long long leaving;  // CTAs of the present call that have called leave()
     unsigned long long broken;   // a call has failed
-    char* mailbox[1];            // of each rank, its own too
+    char* mailbox[1];            // the mailbox of each rank, this one too
 };
 
 template <typename R>
@@ -38,10 +38,10 @@ struct GroupStatistics {  // a feature's statistics over all ranks
     bool right;
 };
 
-// One call, as a thread sees it, in which a rank posts NUMBERS doubles for every feature.
+// A call, as one thread sees it. A rank posts NUMBERS doubles for every feature.
 template <int NUMBERS>
 struct Exchange {
-    static constexpr int BATCH = 8 / NUMBERS;  // ranks whose letters are in flight at once
+    static constexpr int BATCH = 8 / NUMBERS;  // ranks whose letters are loaded at once
 
     Ranks* ranks;
     const double* gathered;  // rows of `pitch` numbers, or null
@@ -49,7 +49,7 @@ struct Exchange {
     double signature;
     unsigned long long call, deadline;
     int rank, size;
-    const char* own;  // where this rank's letters of the call begin, a row for every rank
+    const char* own;  // where the call's letters begin in this rank's mailbox: a row for every rank
     long long letters;
 
     __device__ static unsigned long long time() {
@@ -71,7 +71,7 @@ struct Exchange {
         if (gathered == nullptr) own = ranks->mailbox[rank] + row(0);
     }
 
-    // Where the letters of a rank begin in every mailbox, in bytes.
+    // Where the letters from a rank begin in every mailbox, in bytes.
     __device__ long long row(int from) const { return ((call & 1) * size + from) * letters * 16; }
 
     __device__ void post(long long i, double value) const {
@@ -115,8 +115,8 @@ struct Exchange {
 
     enum Found { NOT_YET, HERE, NEVER };
 
-    // What BATCH ranks from `from` on have posted of feature c; absent ranks have no rows. NEVER if one of them calls
-    // something else, or has not posted in time.
+    // Reads what BATCH ranks, from `from` on, have posted for feature c; a rank that does not exist gives 0 rows.
+    // Returns NEVER if one of the ranks makes a different call, or has not posted in time.
     __device__ Found look(int from, long long c, double (&rows)[BATCH], double (&numbers)[NUMBERS][BATCH]) const {
         bool here = true, wrong = false;
 #pragma unroll
@@ -130,7 +130,7 @@ struct Exchange {
             here &= header;
 #pragma unroll
             for (int j = 0; j < NUMBERS; ++j) here &= peek(from + i, FEATURES_AT + NUMBERS * c + j, numbers[j][i]);
-            // Where another library gathers, a rank without rows posts nothing else.
+            // Where another library gathers, a rank without rows posts only this number.
             const bool other = __double_as_longlong(theirs) != __double_as_longlong(signature);
             wrong |= header && other && !(gathered != nullptr && rows[i] == 0.0);
         }
@@ -141,14 +141,14 @@ struct Exchange {
         return NOT_YET;
     }
 
-    // The same, but waits for it; false if it is NEVER.
+    // The same, but waits for the ranks; returns false instead of NEVER.
     __device__ bool collect(int from, long long c, double (&rows)[BATCH], double (&numbers)[NUMBERS][BATCH]) const {
         Found found;
         while ((found = look(from, c, rows, numbers)) == NOT_YET) __nanosleep(20);
         return found == HERE;
     }
 
-    // Whether `statistics` would not wait.
+    // Whether `statistics` would return without waiting.
     __device__ bool ready(long long c) const {
         double rows[BATCH], numbers[NUMBERS][BATCH];
 #pragma unroll 1
@@ -157,10 +157,10 @@ struct Exchange {
         return true;
     }
 
-    // Mean and M2 of feature c over the rows of all ranks: in the order of the ranks, about the mean of the first one
-    // that has rows, so that equal means stay exact; and once more about the mean that was found, in case the first
-    // rank is unlike the others. Every rank computes the same bits. In float64; beside a mainloop in float32, because
-    // the tensor core waits tens of cycles for every float64 instruction.
+    // Mean and M2 of feature c over the rows of all ranks. They are merged in the order of the ranks, about the mean of
+    // the first rank that has rows, so that equal means stay exact. Then they are merged again about the mean that was
+    // found, in case the first rank is unlike the others. Every rank computes the same bits. R is double; beside a
+    // mainloop it is float, because the tensor core waits tens of cycles for every float64 instruction.
     template <typename R>
     __device__ GroupStatistics<R> statistics(long long c) const {
         static_assert(NUMBERS == 2, "mean and M2");
@@ -189,7 +189,7 @@ struct Exchange {
         R rest = R(0);
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
-            if (size > BATCH) all.right &= collect(from, c, rows, moments);  // otherwise they are still there
+            if (size > BATCH) all.right &= collect(from, c, rows, moments);  // otherwise `moments` still holds them
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const R r = from + i < size ? R(rows[i]) : R(0);
@@ -207,7 +207,7 @@ struct Exchange {
         return all;
     }
 
-    // The sums over all ranks of what they posted of feature c, and of their rows; NaN if a rank is missing.
+    // Adds what all ranks posted for feature c, and returns the sum of their rows. If a rank is missing, all[0] is NaN.
     __device__ double sums(long long c, double (&all)[NUMBERS]) const {
         double of_rows[BATCH], of[NUMBERS][BATCH], rows = 0.0;
 #pragma unroll
@@ -225,7 +225,8 @@ struct Exchange {
         return rows;
     }
 
-    // Called by one thread of each of `ctas` CTAs when its CTA no longer needs the call. True for the last one.
+    // One thread of each of the `ctas` CTAs calls this when its CTA no longer needs the exchange. Returns true to the
+    // last one.
     __device__ bool leave(unsigned ctas) const {
         __threadfence();
         if (atomicAdd(&ranks->leaving, 1ULL) != ctas - 1) return false;

@@ -1,9 +1,9 @@
 // Batch renormalisation (Ioffe 2017), in the variants with RENORM: in training
 //   y = gamma (ratio (z - mean of z) / sigma + shift) + beta,   z = s (g + b),   sigma^2 = s^2 v + eps
 //   ratio = clip(sigma / sigma', 1 / r_max, r_max),   shift = clip((mean of z - running_mean) / sigma', -d_max, d_max)
-// with sigma'^2 = running_var + eps. The running statistics are those before this batch: whoever computes a feature's
-// correction has read them before anyone updates them. ratio and shift are the paper's r and d, which have other
-// meanings here; the backward takes them as constants. No kernels.
+// with sigma'^2 = running_var + eps. The running statistics are those before this batch: a thread that computes a
+// feature's correction reads them before any thread updates them. ratio and shift are the paper's r and d, letters that
+// mean something else here; the backward takes them as constants. No kernels.
 #pragma once
 #include "common/common.cuh"
 
@@ -16,7 +16,7 @@ template <typename R>
 struct Limits {
     R r_max = R(1), d_max = R(0);  // no correction
 #if RENORM
-    // From the caller's array, or from numbers; `batches`: the count before this batch.
+    // Reads the limits from the caller's array, or takes them from p. `batches` is the count before this batch.
     template <typename P>
     __device__ Limits(const P& p, const void* renorm, long long batches) {
         if (p.warmup > 0 && batches < p.warmup) return;

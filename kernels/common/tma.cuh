@@ -29,7 +29,8 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Wait until all but the last PENDING stores of this thread have read shared memory; until all are in global memory.
+// The first function waits until all but the last PENDING stores of this thread have read shared memory; the second one
+// waits until all stores have reached global memory.
 template <int PENDING>
 __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");

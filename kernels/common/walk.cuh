@@ -1,13 +1,13 @@
 // How a thread goes over rows of matrices, through a pipeline of its own in shared memory. No kernels.
 //
-// Loops are not unrolled unless a walk is LONG: if there are few rows, most of a kernel's time goes into fetching its
+// Loops are unrolled only if a walk is LONG. If there are few rows, a kernel spends most of its time on fetching its
 // instructions once.
 #pragma once
 #include "common/async_copy.cuh"
 
-// A thread's `count` rows, STAGES of them in flight or in shared memory at once. rows.copy(i, stage) starts the copies
-// of row i, which no other thread reads; rows.read(i, stage) returns it; take(i, row) is called for one row after the
-// other.
+// Walks over the `count` rows of a thread; STAGES rows are in flight or in shared memory at once. rows.copy(i, stage)
+// starts the copies of row i, which no other thread reads; rows.read(i, stage) returns row i; take(i, row) is called
+// for one row after the other.
 template <int STAGES, typename Rows>
 struct Walk {
     int count;
@@ -20,7 +20,8 @@ struct Walk {
             commit_copies();
         }
     }
-    // From row `begin`, a multiple of STAGES, to `end`. LONG: there are many rows, and an unrolled loop hides latency.
+    // Takes the rows from `begin`, a multiple of STAGES, to `end`. LONG means that there are many rows; the unrolled
+    // loop then hides latency.
     template <bool LONG = false, typename Take>
     __device__ __forceinline__ void down(int begin, int end, const Take& take) const {
         int i = begin;
@@ -33,7 +34,8 @@ struct Walk {
 #pragma unroll 1
         for (; i < end; ++i) step(i, i % STAGES, i + STAGES, take);
     }
-    // From the last row to the first: the last STAGES rows are where `down` left them.
+    // Takes the rows from the last to the first. The last STAGES rows are still in shared memory, where `down` left
+    // them.
     template <typename Take>
     __device__ __forceinline__ void up(const Take& take) const {
 #pragma unroll 1
@@ -49,7 +51,7 @@ struct Walk {
     }
 };
 
-// How many of `rows` rows are first, first + step, ...; step is a power of two.
+// How many of the rows first, first + step, ... are below `rows`; step is a power of two.
 __device__ inline int count_every(int rows, int first, int step) {
     return max((rows - first + step - 1) >> (31 - __clz(step)), 0);
 }

@@ -1,10 +1,10 @@
-// For kernels whose warps have different roles (Hopper): how many registers each role has; barriers in shared memory,
-// also in that of other CTAs of the cluster; and stores to these. No kernels.
+// For kernels whose warps have different roles (Hopper): the number of registers of each role, barriers in the shared
+// memory of this CTA and of other CTAs of the cluster, and stores to other CTAs. No kernels.
 #pragma once
 
 __device__ __forceinline__ unsigned smem(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-// Changes the registers of each thread of a warpgroup; all of its warps call it.
+// Changes the number of registers of each thread of a warpgroup; all warps of the warpgroup call this.
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -35,7 +35,7 @@ __device__ __forceinline__ void mbar_wait(unsigned long long* bar, int phase) {
         : "memory");
 }
 
-// The same where other CTAs of the cluster wrote the data that the barrier counts.
+// The same, for data that other CTAs of the cluster wrote and that the barrier counts.
 __device__ __forceinline__ void mbar_wait_sent(unsigned long long* bar, int phase) {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\n"
@@ -45,7 +45,8 @@ __device__ __forceinline__ void mbar_wait_sent(unsigned long long* bar, int phas
         : "memory");
 }
 
-// Arrives at another CTA's barrier. Relaxed: it tells that memory that was read is free; a release would cost a fence.
+// Arrives at another CTA's barrier. This is relaxed: it only says that this CTA has read some memory, which is now
+// free. A release would cost a fence.
 __device__ __forceinline__ void mbar_arrive_at(unsigned long long* bar, int cta) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"

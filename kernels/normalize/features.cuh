@@ -1,20 +1,20 @@
-// What the portable kernels share: the statistics of a feature, and the constants of y. No kernels.
+// The code that the portable kernels share: the statistics of a feature, and the constants of y. No kernels.
 //
 //   mean_j = sum_i g_ij / B     v_j = sum_i (g_ij - mean_j)^2 / B     r = 1 / sqrt(s^2 v + eps)     a = gamma s r
 //   running_mean <- (1 - mu) running_mean + mu s (mean + b)
 //   running_var  <- (1 - mu) running_var + mu s^2 v B / (B - 1)
 //
-// The scale s enters through a and the running statistics alone: z = s (g + b) is never formed, and b cancels in y.
+// The scale s enters only through a and the running statistics: z = s (g + b) is never formed, and b cancels in y.
 //
-// A thread has VEC columns of a group of rows in registers. It computes their mean, then the squared deviations about
-// it (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, a value near its first
-// rows:
+// A thread has VEC columns of a group of rows in registers. It computes the group's mean, then the squared deviations
+// from that mean (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, a value near
+// its first rows:
 //   first = sum n_i d_i,  second = sum (M2_i + n_i d_i^2),  d_i = mean_i - p
 //   mean = p + first / n,  M2 = second - first^2 / n
-// so that threads pool by addition. For float32 p is the first row: the subtraction cancels at most n of float64's
-// 2^53, since (p - mean)^2 <= M2 by convexity. If g itself is float64, p is a median, which no single row moves; and if
-// still more than a few bits cancel (`Moments::far`), the CTA does it again about the mean that it found. The order of
-// all sums depends on the shape and the data alone; equal rows give exactly M2 = 0.
+// so that threads pool by addition. For float32, p is the first row: the subtraction loses at most a factor n of
+// float64's 2^53, since (p - mean)^2 <= M2 by convexity. If g itself is float64, p is a median, which no single row can
+// move far. If more than a few bits still cancel (`Moments::far`), the CTA starts again about the mean that it found.
+// The order of all sums depends only on the shape and the data; equal rows give exactly M2 = 0.
 #pragma once
 #include "common/ghost.cuh"
 #include "common/renorm.cuh"
@@ -27,21 +27,21 @@ using G = G_TYPE;
 struct ForwardProblem {
     long long m, n, k;           // B, O, I
     long long ldx, ldw;          // row pitches of x and of the weight, in elements
-    long long ldg;               // row pitch of g, of the deviations and of the rows in the workspace, in elements
+    long long ldg;               // row pitch of g, of the deviations and of rows in the workspace, in elements
     long long y_row, y_col;      // strides of y, in elements
     long long row_threads;       // threads along a row of g
     long long stats_rows;        // rows of g in an item of scale_stats
-    long long normalize_rows;    // and of normalize
+    long long normalize_rows;    // rows of g in an item of normalize
     long long splits;            // items of scale_stats that share a column block
     long long merge_columns;     // columns in an item of merge_statistics
-    long long affine, partials;  // where they start in the workspace, in bytes
+    long long affine, partials;  // where these start in the workspace, in bytes
     long long flags;             // FLAG_VECTOR_W, FLAG_VECTOR_Y, _CUMULATIVE, _UNITS, _RUNNING, _LIMBS
-    long long signature;         // what this call is, of a group
+    long long signature;         // with a group: identifies this call (Exchange)
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
-    double momentum, eps, number;  // number: the scale of all features, where there is no vector
+    double momentum, eps, number;  // number: the scale of all features, if there is no vector
 #if RENORM
-    long long renorm, warmup;  // the vector code of r_max and d_max; batches before there is a correction
-    double r_max, d_max;       // where there is no vector
+    long long renorm, warmup;  // the vector code of r_max and d_max; batches before corrections begin
+    double r_max, d_max;       // the limits, if there is no vector
 #endif
 #if GHOST
     long long features, ghost_pitch;  // common/ghost.cuh
@@ -54,8 +54,8 @@ constexpr int THREADS = 256;
 // The pitch of rows in the workspace, in elements.
 __device__ __forceinline__ long long pitch_of_columns(const ForwardProblem& p) { return GHOST ? p.n : p.ldg; }
 
-// A power of two within a factor of 2 above the spread, in float32's range; 1 if there is no spread. A deviation is at
-// most sqrt(B) of these units.
+// The unit of a feature's deviations: a power of two above the spread, by a factor of at most 2, in float32's range; 1
+// if the spread is 0. A deviation is at most sqrt(B) of these units.
 __device__ inline double unit_near(double spread) {
     return spread > 0.0 && isfinite(spread) ? ldexp(1.0, max(-126, min(ilogb(spread) + 1, 126))) : 1.0;
 }
@@ -64,7 +64,7 @@ __device__ inline double unit_near(double spread) {
 struct Arguments {
     static constexpr int COUNT = 6;
     double s, gamma, beta, b, mean, var;
-    // From COUNT numbers that `argument` returned, `pitch` apart.
+    // `from` has the COUNT numbers that `argument` returned, `pitch` apart.
     __device__ Arguments(const double* from, int pitch)
         : s(from[0]),
           gamma(from[pitch]),
@@ -74,7 +74,7 @@ struct Arguments {
           var(from[5 * pitch]) {}
 };
 
-// The argument with this number of feature c. One function for all: each of several threads fetches one, in few
+// Argument `number` of feature c. One function serves all arguments, so that several threads can fetch one each in few
 // instructions.
 __device__ __forceinline__ double argument(int number, const ForwardProblem& p, long long c, const void* bias,
                                            const void* scale, const void* gamma, const void* beta,
@@ -87,11 +87,11 @@ __device__ __forceinline__ double argument(int number, const ForwardProblem& p, 
     if (number == 2) from = beta, code = p.beta, absent = 0.0;
     if (number == 3) from = bias, code = p.bias, absent = 0.0;
     if (number == 4) from = running_mean, code = p.running_mean, absent = 0.0;
-    if (GHOST && number >= 4) code = 0;  // `track` stores there, and track_ghosts reads the caller's
+    if (GHOST && number >= 4) code = 0;  // `track` stores there; track_ghosts reads the caller's vectors
     return fetch(from, code, feature_of(p, c)).or_else(absent);
 }
 
-// All that follows from mean and M2 of feature c over `rows` rows; M2 has been corrected by M2_OF_LIMBS.
+// Everything that follows from mean and M2 of a feature over `rows` rows. M2 has already been corrected by M2_OF_LIMBS.
 struct Feature {
     Arguments of;
     double rows, mean, m2, v;
@@ -122,14 +122,14 @@ struct Feature {
         store_saved(saved_of(p, saved, c), saved_pitch(p), c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a),
                     static_cast<G>(offset), by.ratio, by.shift);
     }
-    // Updates the running statistics, if there are any; `batches`: the count before this batch. With GHOST it stores
-    // those of this batch.
+    // Updates the running statistics, if there are any. `batches` is the count before this batch. With GHOST it stores
+    // the statistics of this ghost batch instead.
     __device__ __forceinline__ void track(const ForwardProblem& p, long long c, long long batches, void* running_mean,
                                           void* running_var) const {
         if (p.running_mean == 0) return;
         const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
         const double to_mean = of.s * (mean + of.b), to_var = of.s * of.s * (m2 / (rows - 1.0));
-        if constexpr (GHOST) {  // each ghost batch updates what the one before left: a later launch does
+        if constexpr (GHOST) {  // track_ghosts updates the running statistics, ghost batch after ghost batch
             static_cast<double*>(running_mean)[c] = to_mean;
             static_cast<double*>(running_var)[c] = to_var;
             return;
@@ -139,8 +139,9 @@ struct Feature {
     }
 };
 
-// A value near the first `rows` rows of VEC columns: the first row; of float64, the median of the means of three groups
-// of four rows (so that the mean of equal rows is exact), or the mean of up to 16 rows if there are no more.
+// A value near the first `rows` rows of VEC columns. For float32 it is the first row. For float64 it is the median of
+// the means of three groups of four rows (the mean of four equal rows is exact), or the mean of all rows if there are
+// at most 16.
 __device__ __forceinline__ Vector<G, VEC> near_first(const G* from, long long pitch, long long rows, int inside) {
     if (sizeof(G) == 4) return load<G, VEC>(from, inside);
     const int groups = rows <= 16 ? 1 : 3, of_group = rows <= 16 ? static_cast<int>(rows) : 4;
@@ -162,13 +163,13 @@ __device__ __forceinline__ Vector<G, VEC> near_first(const G* from, long long pi
     return mean[0];
 }
 
-// 1 / n for the rows of a group: a division of float64 is some twenty instructions, each of which waits for the one
-// before.
+// 1 / n for the number n of rows of a group. A float64 division takes about twenty instructions, each of which waits
+// for the one before.
 __constant__ double RECIPROCAL[] = {0.0,      1.0,      1.0 / 2,  1.0 / 3,  1.0 / 4,  1.0 / 5,
                                     1.0 / 6,  1.0 / 7,  1.0 / 8,  1.0 / 9,  1.0 / 10, 1.0 / 11,
                                     1.0 / 12, 1.0 / 13, 1.0 / 14, 1.0 / 15, 1.0 / 16};
 
-// Adds a group of `count` rows, at least one, `step` elements apart, to `first` and `second`.
+// Adds a group of `count` >= 1 rows, which lie `step` elements apart, to `first` and `second`.
 template <int GROUP>
 __device__ __forceinline__ void add_group(const G* from, long long step, int count, int inside,
                                           const Vector<G, VEC>& pivot, double (&first)[VEC], double (&second)[VEC]) {
@@ -179,10 +180,10 @@ __device__ __forceinline__ void add_group(const G* from, long long step, int cou
     const double inverse = RECIPROCAL[count];
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
-        G centre = 0;  // scaled before it is summed, so that it overflows only if the mean does
+        G centre = 0;  // terms are scaled before they are added, so that the sum overflows only if the mean does
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) centre = fma(at[i].at[j], static_cast<G>(inverse), centre);
-        G left = 0, squares = 0;  // left: the sum that the rounding of centre left
+        G left = 0, squares = 0;  // left: the sum of the d, which is not 0 because `centre` is rounded
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) {
             const G d = i < count ? at[i].at[j] - centre : G(0);
@@ -212,23 +213,23 @@ __device__ __forceinline__ void add_rows(const G* from, long long row, long long
 struct Moments {
     double mean, m2;
     Moments() = default;
-    // From sums over `rows` rows about a pivot.
+    // Computes them from the sums over `rows` rows about a pivot.
     __device__ Moments(double pivot, double first, double second, double rows) {
         const double shift = first / rows, spread = second - first * shift;
         mean = pivot + shift;
         m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
     }
-    // Whether the subtraction has cancelled bits that a G of float64 needs; never for float32: float64 has 29 bits to
+    // Whether the subtraction has cancelled bits that a float64 G needs. Never true for float32: float64 has 29 bits to
     // spare.
     __device__ bool far(double pivot, double rows) const {
         return sizeof(G) == 8 && rows * (mean - pivot) * (mean - pivot) > m2;
     }
 };
 
-// What a backward subtracts from a feature of g so that its sums do not cancel. It is `middle`, where z equals the
-// running mean (for s = 0, where g + b is zero), if that is near a few rows sampled from the batch; otherwise it is the
-// first of these rows. For float32 it is rounded to a 256th of the spread: with more digits than g it would round g -
-// centre in the same direction in all rows.
+// The centre that a backward subtracts from g so that its sums do not cancel: `middle` if that is near a few rows
+// sampled from the batch, otherwise the first of these rows. `middle` is the g for which z equals the running mean (if
+// s = 0, for which g + b is zero). For float32 the centre is rounded to a 256th of the spread: if it had more digits
+// than g, g - centre would be rounded in the same direction in all rows.
 __device__ inline double centre_near(double middle, const G* g, const ForwardProblem& p) {
     const double first = isfinite(*g) ? *g : 0.0;
     double spread = 0.0;
@@ -242,8 +243,8 @@ __device__ inline double centre_near(double middle, const G* g, const ForwardPro
 
 // The constants of feature c from the running statistics, for inference.
 //   y = gamma r s (g - mean) + beta,   mean = running_mean / s - b,   r = 1 / sqrt(running_var + eps)
-// If s is 0, or so small that `mean` overflows G or gamma r s is subnormal and would be flushed to zero, the mean is
-// taken as 0 and beta takes over what it stood for.
+// s may be 0, or so small that `mean` overflows G or that gamma r s is subnormal and would be flushed to zero. The mean
+// is then taken as 0, and its contribution is added to beta.
 __device__ __forceinline__ void store_running(const ForwardProblem& p, long long c, const Arguments& of, const G* g,
                                               G* affine, long long pitch, long long at, double* saved) {
     const double s = of.s, b = of.b, r = 1.0 / sqrt(of.var + p.eps), gamma_r = of.gamma * r;
@@ -256,7 +257,7 @@ __device__ __forceinline__ void store_running(const ForwardProblem& p, long long
     store_affine(affine, pitch, at, mean, a, offset);
     if (saved == nullptr) return;
     const double centre = centre_near(middle, g + c, p), biased = centre + b;
-    // In float64 a rounding of the sum, times all rows, would be most of dgamma's error.
+    // In float64 the rounding error of this sum, times the number of rows, would be most of dgamma's error.
     const double rest = isfinite(biased) ? rest_of_sum(centre, b, biased) : 0.0;
     saved[SAVED_A * p.n + c] = a;
     saved[SAVED_SCALE * p.n + c] = gamma_r;

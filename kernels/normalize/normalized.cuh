@@ -1,4 +1,5 @@
-// What normalize and normalize_fused share: y, of Y_TYPE, and with D_TYPE the deviations of g beside it. No kernels.
+// The code that normalize and normalize_fused share: it computes y, of Y_TYPE, and with D_TYPE also the deviations of
+// g. No kernels.
 #pragma once
 #include "common/activation.cuh"
 #include "normalize/features.cuh"
@@ -19,12 +20,12 @@ constexpr bool UNITS = SAVE_DEVIATIONS && in_units<D>;
 // Computes y, and the deviations, of VEC columns.
 struct Normalize {
     Vector<G, VEC> mean, mean_low, a, offset;
-    Vector<G, VEC> slope, inverse_unit;  // with UNITS: the backward's u is slope d / unit + offset
+    Vector<G, VEC> slope, inverse_unit;  // with UNITS: the backward computes u = slope d / unit + offset
     long long y_col;
     int inside;  // columns that exist
     bool whole;  // y is written by whole words
 
-    // Of a row of g; `y` and `deviations` point at the first of these columns.
+    // For a row of g; `y` and `deviations` point at the first of the columns.
     __device__ __forceinline__ void operator()(const Vector<G, VEC>& in, Y* y, D* deviations) const {
         Vector<Y, VEC> out;
         Vector<D, VEC> deviation_vec;

@@ -1,4 +1,4 @@
-// What the kernels of skinny.cu are compiled for: operands, tiles, shared memory. gsbn/_plan/variants.py reads the
+// The sizes of a variant of the kernels in skinny.cu: operands, tiles, shared memory. gsbn/_plan/variants.py reads the
 // sizes.
 #pragma once
 #include "common/activation.cuh"
@@ -28,21 +28,21 @@ struct TypeOf<ELEMENT_FLOAT16> {
 using T = TypeOf<ELEMENT>::type;
 constexpr bool BY_FMA = ELEMENT == ELEMENT_FLOAT32, BY_LIMBS = ELEMENT == ELEMENT_LIMBS;
 
-// Warps, and their tiles of g: a lane has LANE_ROWS rows by LANE_FEATURES features of one. Larger tiles take more
-// registers of fewer warps; with many rows a lane reuses what it reads of the weight.
+// Warps and their tiles of g: of a tile, a lane has LANE_ROWS rows by LANE_FEATURES features. Larger tiles take more
+// registers and leave fewer warps; with more rows, a lane reuses what it reads of the weight more often.
 constexpr int LANES = 32;
 constexpr int WARPS = BY_FMA || FEATURES > (BY_LIMBS ? 64 : 32) ? 8 : 12;
 constexpr int CTA = WARPS * LANES;  // threads
 constexpr int LANE_FEATURES = FEATURES / 4;
 constexpr int LANE_ROWS = BY_LIMBS ? 2 : BY_FMA && FEATURES == 32 && CHUNKS < 4 ? 8 : 4;
-constexpr int ROWS = 8 * LANE_ROWS;                    // of a warp's tile
-constexpr int TILE_ROWS = BY_LIMBS ? 4 * ROWS : ROWS;  // of the warps that make a tile together: by limbs a warpgroup
-constexpr int BLOCK_ROWS = WARPS * ROWS;               // of a CTA at once
+constexpr int ROWS = 8 * LANE_ROWS;                    // rows of a warp's tile
+constexpr int TILE_ROWS = BY_LIMBS ? 4 * ROWS : ROWS;  // of the warps that share a tile: with limbs, a warpgroup
+constexpr int BLOCK_ROWS = WARPS * ROWS;               // rows of a CTA at once
 
 // Memory is read in words of 16 bytes. Four lanes read a row, 64 bytes of it at a time.
 constexpr int WORD = 16 / sizeof(T);                    // elements of a word
-constexpr int CHUNK = 4 * WORD;                         // elements of a row that its four lanes read at once
-constexpr int TILE_WORDS = CHUNKS * LANE_ROWS * LANES;  // of a stage of a warp's pipeline
+constexpr int CHUNK = 4 * WORD;                         // elements that the four lanes of a row read at once
+constexpr int TILE_WORDS = CHUNKS * LANE_ROWS * LANES;  // words in a stage of a warp's pipeline
 
 // Shared memory: the weight, then the pipelines of all warps. The limbs of the weight leave less for the pipelines.
 constexpr int LIMBS_BYTES = 128 * 1024;
@@ -51,12 +51,12 @@ constexpr int PIPELINE_WORDS = (BY_LIMBS ? 72 : 128) * 64;
 constexpr int SHARED_BYTES = WEIGHT_BYTES + 16 * PIPELINE_WORDS;
 constexpr int STAGES = PIPELINE_WORDS / WARPS / TILE_WORDS;
 
-// How many times CHUNKS chunks a row has: one, or more by limbs.
+// How many parts of CHUNKS chunks a row has: one; with limbs, one or more.
 template <typename P>
 __device__ inline int parts_of(const P& p) {
     return BY_LIMBS ? static_cast<int>((p.k + CHUNKS * CHUNK - 1) / (CHUNKS * CHUNK)) : 1;
 }
-// Words of FEATURES rows of the weight in shared memory (load_weight).
+// How many words FEATURES rows of the weight take in shared memory (load_weight).
 template <typename P>
 __device__ inline int weight_words(const P& p) {
     return parts_of(p) * CHUNKS * FEATURES * 4;

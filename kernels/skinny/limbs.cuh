@@ -1,24 +1,26 @@
 // The skinny kernels' products by limbs of float32. No kernels.
 //
-// Limbs are as split_limbs makes them (docs/design/limbs.md), but in registers, of each row and 32 of k: x is read as it is,
-// and nothing else of it. For each 32 of k (a part) the tensor core takes the small products first, from zero, and the
-// sum is added to g in float32. The smallest product, of both second limbs, is taken, too: where a mean is 1e4
-// deviations, x's first limb is the mean and its second one the deviation, so that this product has as much of the
-// variance as the weight's second limb has of the weight.
+// The limbs are those of split_limbs (docs/design/limbs.md), but they are made in registers, for each row and every 32
+// of k: only x itself is read from memory. For every 32 of k (a part) the tensor core takes the small products first,
+// from zero, and the sum is added to g in float32. The smallest product, of both second limbs, is also taken. If a mean
+// is 1e4 deviations, the first limb of x is the mean and the second limb is the deviation; without this product, the
+// variance would lose what the weight would lose without its second limb.
 //
-// A warpgroup multiplies 64 rows by all FEATURES. A lane has two rows of x, 8 apart, of which wgmma reads A: its own 16
-// bytes of each, four adjacent k in each 16. The weight lies in shared memory as sm90/wgmma.cuh says; a row has a
-// feature's first limbs of 32 of k, then its second limbs. load_limbs orders the features and the k so that a lane gets
-// adjacent features of g (wgmma gives it pairs that are 8 columns apart) and finds its own k.
+// A warpgroup multiplies 64 rows by all FEATURES. A lane has two rows of x, 8 apart, in operand A of wgmma; of each row
+// it has its own 16 bytes, which are four adjacent k of every 16. The weight lies in shared memory as sm90/wgmma.cuh
+// describes; a row has a feature's first limbs of 32 of k, then its second limbs. load_limbs orders the features so
+// that a lane gets adjacent features of g (wgmma gives it pairs that are 8 columns apart), and orders k so that it fits
+// the k of each lane.
 #pragma once
 #include "common/limbs.cuh"
 #include "skinny/config.cuh"
 #include "sm90/wgmma.cuh"
 
-constexpr int LIMB_WORDS = FEATURES * 8;  // of 32 of k of the weight
+constexpr int LIMB_WORDS = FEATURES * 8;  // words of 32 of k of the weight
 
-// Writes the limbs of FEATURES rows of the weight to shared memory, from row `first` on, and to `back` the factor that
-// undoes each feature's scaling. Zeros beyond n and k. With WORDS rows can be read by four elements.
+// Writes the limbs of FEATURES rows of the weight, from row `first` on, to shared memory, and the factor that undoes
+// each feature's scaling to `back`. Beyond n and k it writes zeros. With WORDS, rows can be read four elements at a
+// time.
 template <bool WORDS, typename P>
 __device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weight, float* back) {
     constexpr int SHARE = 8;  // neighbouring threads that share a feature
@@ -66,7 +68,7 @@ __device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weig
                 unsigned* of_part = column_words + step / 8 * LIMB_WORDS * 4 + step % 4;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int number = step % 8 / 4 * 2 + half;  // of the 16 bytes in its row
+                    const int number = step % 8 / 4 * 2 + half;  // of these 16 bytes in their row
                     const auto scaled = [&](int j) { return to_float(v[i].at[2 * half + j]) * scale.there; };
                     unsigned high, low;
                     split(scaled(0), scaled(1), high, low);
@@ -79,8 +81,8 @@ __device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weig
     fence_async();
 }
 
-// Lets the warpgroups multiply in turn, so that each makes limbs while another multiplies. Without it all of them would
-// do the same at the same time.
+// Lets the warpgroups multiply in turn, so that one makes limbs while another multiplies. Without it, all would do the
+// same thing at the same time.
 struct OrderedBarrier {
     static constexpr int TEAMS = CTA / 128;
     int team;
@@ -122,7 +124,7 @@ struct LimbsOfX {
         }
     }
 
-    // Issues the products with a part of the weight; `sums` is their sum once `end` has waited.
+    // Issues the products with a part of the weight. `sums` is their sum after `end` has waited.
     __device__ __forceinline__ void begin(float (&sums)[2 * LANE_FEATURES], const uint4* weight) const {
         const unsigned long long w = operand_descriptor(static_cast<unsigned>(__cvta_generic_to_shared(weight)), 0);
         wgmma_fence();

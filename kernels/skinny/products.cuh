@@ -1,8 +1,9 @@
-// What a team of skinny_backward computes from a tile of dg and of x: dx (with CLUSTER, its CTA's part of it), and its
-// part of dw, which stays in registers. No kernels.
+// What a team of skinny_backward computes from a tile of dg and a tile of x: dx (with CLUSTER, the CTA's part of dx),
+// and the team's part of dw, which stays in registers. No kernels.
 //
-// A tile of dg, or of x, lies in blocks of 8 pieces (16 bytes each) of all ROWS rows; `place` says where. So wgmma
-// reads dg K-major for dx, and all else MN-major (sm90/wgmma.cuh); and 8 rows of a piece lie in different banks.
+// A tile of dg, or of x, lies in blocks; a block has 8 pieces (16 bytes each) of all ROWS rows, and `place` gives the
+// place of a piece. So wgmma can read dg K-major for dx, and everything else MN-major (sm90/wgmma.cuh), and the pieces
+// of 8 rows in one column lie in different banks.
 #pragma once
 #include "backward/columns.cuh"
 #include "common/cluster.cuh"
@@ -11,14 +12,14 @@
 #ifndef FEATURES
 #define FEATURES 32
 #define INPUTS 32
-#define TEAMS 16  // of a CTA; each has tiles of its own
+#define TEAMS 16  // teams of a CTA; each has its own tiles
 #endif
 
 constexpr bool BY_FMA = sizeof(T) == 4;
-constexpr int GROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team; by FMAs a team is a warp
+constexpr int GROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team; with FMAs a team is a warp
 constexpr int TEAM = BY_FMA ? LANES : GROUPS * 128;  // threads
-constexpr int ROWS = BY_FMA ? 16 : 64;               // of a tile
-constexpr int DW_ROW = INPUTS + 8;  // of a row of dw in shared memory; the padding keeps stores free of bank conflicts
+constexpr int ROWS = BY_FMA ? 16 : 64;               // rows of a tile
+constexpr int DW_ROW = INPUTS + 8;  // pitch of dw in shared memory; the padding prevents bank conflicts of stores
 
 __device__ __forceinline__ int place(int row, int piece) {
     return piece / 8 * (8 * ROWS) + row * 8 + ((piece ^ row) & 7);
@@ -36,16 +37,17 @@ __device__ __forceinline__ void team_sync(int team) {
 
 // With CLUSTER, barriers in the shared memory of each CTA for the teams that work on the same rows.
 struct ClusterBarriers {
-    unsigned long long ready;  // all teams are done with the memory that will receive parts of dx
+    unsigned long long ready;  // all teams have read the memory that will receive parts of dx
     unsigned long long sent;   // all parts have arrived
 };
 
-// Float32, by FMAs. A lane has rows lane / 4 and lane / 4 + 8 of dx, and FEATURES / 8 features of dw (by lane / 4). Of
-// both it has INPUTS / 4 input features (by lane % 4), in pieces of 4. The weight is stored as it is.
+// Float32, by FMAs. A lane has rows lane / 4 and lane / 4 + 8 of dx, and FEATURES / 8 features of dw (chosen by lane /
+// 4). Of both dx and dw it has INPUTS / 4 input features (chosen by lane % 4), in pieces of 4. The weight is stored
+// unchanged.
 struct ByFma {
     static constexpr int FS = FEATURES / 8, KS = INPUTS / 4;
     static constexpr int AT_ONCE =
-        8192 / (FEATURES * INPUTS);  // unrolled; the whole loop stays in the instruction cache
+        8192 / (FEATURES * INPUTS);  // how often loops are unrolled, so that they fit in the instruction cache
     float dw[FS * KS] = {};
 
     static __device__ __forceinline__ int input_of(int quarter, int j) { return j / 4 * 16 + quarter * 4 + j % 4; }
@@ -119,9 +121,10 @@ struct ByFma {
     }
 };
 
-// 16 bits, by wgmma of 64 rows of dx, or 64 features of dw (of 32 features half of the result is dropped), by all
-// INPUTS. Without CLUSTER the weight's columns are permuted so that a lane gets 8 adjacent input features of dx in
-// every 32, which it stores at once. Two warpgroups share the input features of dx and the features of dw.
+// 16 bits, by wgmma. A product has 64 rows of dx, or 64 features of dw (if there are only 32, half of the result is
+// dropped), by all INPUTS. Without CLUSTER the weight's columns are permuted so that a lane gets 8 adjacent input
+// features of dx in every 32, which it stores at once. If there are two warpgroups, they divide the input features of
+// dx and the features of dw.
 struct ByWgmma {
     static constexpr int OF_DX = INPUTS / GROUPS, OF_DW = FEATURES / GROUPS;
     static constexpr int BLOCKS = (OF_DW + 63) / 64, SIZE = INPUTS / 2, DX_SIZE = OF_DX / 2;
@@ -160,18 +163,18 @@ struct ByWgmma {
         wgmma<is_same<T, __half> ? ELEMENT_FLOAT16 : ELEMENT_BFLOAT16, A_MN_MAJOR, true>(d, a, b, accumulate);
     }
 
-    // With CLUSTER the other CTAs send to `room`, 4 bytes for each element of dx, once the team has read dg and x; it
-    // may overlap x.
+    // With CLUSTER the other CTAs send their parts to `room` after the team has read dg and x. `room` has 4 bytes for
+    // each element of dx, and may overlap x.
     __device__ __forceinline__ void take(const uint4* dg, uint4* room, const uint4* x, const T* weight, T* to, int left,
                                          int k, ClusterBarriers& barriers, int phase) {
         const auto at = [](const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); };
-        constexpr int NEXT_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // what 16 of k add to a descriptor; bytes of a block
+        constexpr int NEXT_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // added to a descriptor by 16 of k; bytes of a block
         const auto dg_k_major = operand_descriptor(at(dg), 16), dg_mn_major = operand_descriptor(at(dg), BLOCK);
         const int input0 = group() * OF_DX;
         const T* const own = weight + input0 / 64 * (64 * FEATURES) + input0 % 64;
         const auto of_x = operand_descriptor(at(x), BLOCK), of_w = operand_descriptor(at(own), FEATURES * 128);
         wgmma_fence();
-        // computed even if dx is not wanted: with a branch here each wgmma would wait for the one before
+        // dx is computed even if it is not wanted: with a branch here, each wgmma would wait for the one before
         float dx[DX_SIZE];
 #pragma unroll
         for (int i = 0; i < FEATURES / 16; ++i)
@@ -215,15 +218,15 @@ struct ByWgmma {
         wgmma_wait<0>();
     }
 
-    // dx of a tile is a sum over the CTAs of a cluster. CTA i receives OWN elements of every thread, from element i OWN
-    // on, from all CTAs, and adds them in the order of the ranks.
+    // Adds dx of a tile over the CTAs of the cluster. From all CTAs, CTA i receives OWN elements of every thread, from
+    // element i OWN on, and adds them in the order of the ranks.
     __device__ __forceinline__ void add_up(const float (&dx)[DX_SIZE], uint4* room, T* to, int left, int k,
                                            ClusterBarriers& barriers, int phase) {
         constexpr int OWN = DX_SIZE / CLUSTER, PIECES = OWN / 4;  // elements of a thread; pieces of 16 bytes
         static_assert(OWN % 4 == 0, "a CTA gets whole pieces");
         const int member = threadIdx.x % TEAM, rank = rank_in_cluster();
         const auto piece = [&](int cta, int i) { return room + (cta * PIECES + i) * TEAM + member; };
-        team_sync(threadIdx.x / TEAM);  // all of the team have read dg and x
+        team_sync(threadIdx.x / TEAM);  // all threads of the team have read dg and x
         if (member == 0) {
             mbar_expect(&barriers.sent, TEAM * DX_SIZE * 4);
 #pragma unroll

@@ -1,17 +1,18 @@
 // How the skinny kernels compute g = x wᵀ of short rows: in tiles of ROWS rows by FEATURES features. No kernels.
 //
-// A warp computes a tile by mma (m16n8, sums in float32) or by FMAs in IEEE float32, and waits for no other warp. By
-// limbs, four warps compute one together (skinny/limbs.cuh). In every case a lane ends with the same elements of g:
-// LANE_ROWS rows, 8 apart, of WORD adjacent features in every 4 WORD. The tensor core gives a lane pairs of features
-// that lie 8 apart; load_weight permutes the features so that they become adjacent.
+// A warp computes a tile by mma (m16n8, sums in float32) or by FMAs in IEEE float32, and waits for no other warp. With
+// limbs, four warps compute a tile together (skinny/limbs.cuh). In every case a lane ends with the same elements of g:
+// LANE_ROWS rows, 8 apart, and in each of them WORD adjacent features of every 4 WORD. The tensor core gives a lane
+// pairs of features that lie 8 apart; load_weight permutes the features so that they become adjacent.
 #pragma once
 #include "skinny/limbs.cuh"
 
-// Writes FEATURES rows of the weight to shared memory, from row `first` on. For FMAs as [k][feature]. For mma a word is
-// what a lane needs for 8 features and one chunk: 4 bytes from each 16 of its feature's row. Zeros beyond n and k.
+// Writes FEATURES rows of the weight to shared memory, from row `first` on. For FMAs the layout is [k][feature]. For
+// mma, a word has what a lane needs for 8 features and one chunk: 4 bytes from every 16 bytes of its feature's row.
+// Beyond n and k there are zeros.
 template <typename P>
 __device__ inline void load_weight(const P& p, const T* w, int first, uint4* weight) {
-    constexpr int PIECES = 4 * CHUNKS;  // of a row, 16 bytes each
+    constexpr int PIECES = 4 * CHUNKS;  // pieces of a row, 16 bytes each
     for (int i = threadIdx.x; i < FEATURES * PIECES; i += CTA) {
         const int feature = i / PIECES, piece = i % PIECES, k = piece * WORD;
         const T* from = w + (first + feature) * p.ldw + k;
@@ -26,7 +27,7 @@ __device__ inline void load_weight(const P& p, const T* w, int first, uint4* wei
         }
         if constexpr (!BY_FMA) {
             const int place = feature % CHUNK, eight = feature / CHUNK * (WORD / 2) + place % WORD / 2;
-            const int column = place / WORD * 2 + place % 2;  // of the eight of an mma
+            const int column = place / WORD * 2 + place % 2;  // number among the eight of an mma
             unsigned* to =
                 reinterpret_cast<unsigned*>(weight + (piece / 4 * (FEATURES / 8) + eight) * LANES + column * 4);
 #pragma unroll
@@ -53,8 +54,9 @@ __device__ inline void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
 using OfLane = float[LANE_ROWS][LANE_FEATURES];
 
 // The tiles of a warp, one after the other: every WARPS-th tile of its CTA's rows, which are p.stats_rows rows from cta
-// * p.stats_rows on; from the last to the first if BACKWARDS. They come through the warp's own pipeline; the
-// constructor starts the first copies. All warps have equally many tiles; the last ones of some have no rows.
+// * p.stats_rows on. If BACKWARDS, the order is from the last tile to the first. The rows come through the warp's own
+// pipeline; the constructor starts the first copies. All warps have equally many tiles; some warps have a last tile
+// without rows.
 template <bool BACKWARDS>
 struct Tiles {
     const T* x;
@@ -63,11 +65,11 @@ struct Tiles {
     const T* from;         // the next part of a tile to copy, at this lane's first row and 16 bytes
     long long row0;        // the first row of that tile
     long long first;       // the first row of the warp's first tile
-    int part, parts;       // the number of that part, and how many a tile has
+    int part, parts;       // the number of that part; how many parts a tile has
     long long begin, end;  // the CTA's rows
-    int tiles;             // that a warp has
+    int tiles;             // how many tiles a warp has
     long long ldx, step;   // row pitch; rows from tile to tile
-    int bytes, lane;       // bytes: of a row, from this lane's first 16 on
+    int bytes, lane;       // bytes: how many a row has from this lane's first 16 on
     bool whole;            // every lane has all of its 16 bytes
 
     template <typename P>
@@ -93,7 +95,7 @@ struct Tiles {
         for (int stage = 0; stage < STAGES; ++stage) issue_copies(stage);
     }
 
-    // Where the 16 bytes of a row's quarter lie among those of 8 rows: rows that are read together lie in different
+    // The place of a quarter (16 bytes) of a row, among those of 8 rows. Rows that are read together lie in different
     // banks.
     __device__ static int place(int row, int quarter) { return row * 4 + (quarter ^ (row >> 1 & 3)); }
 
@@ -184,8 +186,8 @@ struct Tiles {
             for (int j = 0; j < LANE_FEATURES; ++j) g[i][j] = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
     }
 
-    // Calls then(g, first row, whether all of its rows are there) for every tile. By limbs, g is still to be multiplied
-    // by each feature's `back` (load_limbs).
+    // Calls then(g, first row, whether all rows exist) for every tile. With limbs, the caller must still multiply g by
+    // each feature's `back` (load_limbs).
     template <typename Then>
     __device__ void for_each(const Then& then) {
         long long row = first;

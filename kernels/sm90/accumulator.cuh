@@ -1,7 +1,7 @@
 // The accumulator of wgmma: which elements of a 64 x N result a thread of the warpgroup has. No kernels.
 //
-// Warp w has rows 16 w to 16 w + 15. A thread has N / 2 elements: of rows r and r + 8 of its warp (r = lane / 4), two
-// adjacent columns in every 8. The drawing shows the index of each element, less 4 j, for the 8 columns from 8 j on:
+// Warp w has rows 16 w to 16 w + 15. A thread has N / 2 elements: in rows r and r + 8 of its warp (r = lane / 4), it
+// has two adjacent columns of every 8. The drawing shows (index of the element) - 4 j for the 8 columns from 8 j on:
 //
 //      column      8 j             8 j + 2         8 j + 4         8 j + 6
 //      row r       0 | 1           0 | 1           0 | 1           0 | 1
@@ -10,7 +10,8 @@
 //
 // So element i = 4 j + 2 h + e of a thread lies in row r + 8 h and in column 8 j + 2 (lane % 4) + e.
 //
-// forward_sm90 multiplies transposed, w by x: there a row of the accumulator is a feature, and a column is a row of x.
+// forward_sm90 computes the transposed product: there a row of the accumulator is a feature, and a column is a row of
+// x.
 #pragma once
 
 struct Accumulator {

@@ -1,5 +1,5 @@
-// What a variant of forward_sm90 is compiled for: the macros that the planner passes, and the sizes that follow from
-// them. gsbn/_plan/sm90_variants.py reads THREADS, BLOCK_N, COLUMN and SHARED_BYTES from here.
+// The macros of a variant of forward_sm90, which the planner passes, and the sizes that follow from them.
+// gsbn/_plan/sm90_variants.py reads THREADS, BLOCK_N, COLUMN and SHARED_BYTES from here.
 #pragma once
 #include "common/activation.cuh"
 #include "common/elements.cuh"
@@ -10,43 +10,45 @@
 #define ELEMENT ELEMENT_BFLOAT16
 #define MODE MODE_TRAINING
 #define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256; 16 with SPLIT_K
-#define STAGES 4           // of the pipeline in shared memory
+#define STAGES 4           // stages of the pipeline in shared memory
 #define OCCUPANCY 1        // CTAs on an SM: 1, 2
 #define CLUSTER 2          // CTAs that share an x tile: 1, 2; in MODE_CLUSTER_BATCH a w tile: 1, 2, 4, 8, 16
 #define SPLIT_K 1          // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8
-#define SAVE_DEVIATIONS 0  // 1, in all modes that train: write g - mean, too
+#define SAVE_DEVIATIONS 0  // 1, only in modes that train: also write g - mean
 #define X_MN_MAJOR 0       // 1: x is (k, m) in memory, row-major
 #define W_MN_MAJOR 0       // 1: w is (k, n)
 #define FLOAT32_OUTPUT 0   // 1: y is float32 though x and w have 16 bits
-#define RANKS 0            // 1, in MODE_TRAINING: ranks share the batch
+#define RANKS 0            // 1, only in MODE_TRAINING: ranks share the batch
 #endif
 #ifndef CHANNELS_FIRST
-#define CHANNELS_FIRST 0  // 1: x is (samples, k, length) in memory, y (samples, n, length); and X_MN_MAJOR is 1
+#define CHANNELS_FIRST 0  // 1: x is (samples, k, length) in memory and y (samples, n, length); X_MN_MAJOR is then 1
 #endif
 #ifndef K_IN_SAMPLES
-#define K_IN_SAMPLES 0  // 1: x is (samples, m, length), w (samples, n, length), k all lengths; y is (splits of k, m, n)
+#define K_IN_SAMPLES 0  // 1: x is (samples, m, length), w (samples, n, length); k has all lengths; y is (splits, m, n)
 #endif
 
 struct ForwardSm90Problem {
-    long long m, n, k;        // rows of x, features, what is summed over
-    long long y_row;          // row pitch of y, in elements; in samples, their length
-    long long ld_deviations;  // and of the deviations
+    long long m, n, k;        // rows of x, features, terms of a product's sum
+    long long y_row;          // row pitch of y, in elements; with samples, the length of a sample
+    long long ld_deviations;  // row pitch of the deviations, in elements
     // The order of tiles (TileScheduler): columns of tiles in a panel, and in all whole panels; the reciprocals, for
-    // quotient(), of the tiles of a panel, of its columns, and of the columns that are left, in MODE_TRAINING of the rows
+    // quotient(), of the number of tiles of a panel, of its columns, and of the columns that are left (in
+    // MODE_TRAINING, of the rows)
     long long panel, grouped, of_panel, of_columns, of_rest;
     // MODE_TRAINING: how many parts the rows have for the first in_panels blocks of features, and for the others
-    // (RowParts). MODE_RECOMPUTE: parts_alone of all, and their tiles (OwnTiles). K_IN_SAMPLES: parts_alone splits of k
+    // (RowParts). MODE_RECOMPUTE: all blocks have parts_alone parts; the last two fields say how many tiles a part has
+    // (OwnTiles). K_IN_SAMPLES: k has parts_alone splits
     long long in_panels, parts_in_panels, parts_alone, tiles_of_part, longer_parts;
     long long flags;      // FLAG_VECTOR_Y, FLAG_CUMULATIVE, FLAG_ALONE; in MODE_GEMM FLAG_INDEPENDENT
-    long long signature;  // what this call is, of a group
+    long long signature;  // with a group: identifies this call (Exchange)
 #if CHANNELS_FIRST
-    long long tiles, tiles_of_sample, of_sample;  // rows of tiles; of a sample, and their reciprocal (sm90/samples.cuh)
+    long long tiles, tiles_of_sample, of_sample;  // rows of tiles in all; tiles of a sample, their reciprocal (Samples)
 #endif
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
-    double momentum, eps, number;  // number: the scale of all features, where there is no vector
+    double momentum, eps, number;  // number: the scale of all features, if there is no vector
 #if RENORM
-    long long renorm, warmup;  // the vector code of r_max and d_max; batches before there is a correction
-    double r_max, d_max;       // where there is no vector
+    long long renorm, warmup;  // the vector code of r_max and d_max; batches before corrections begin
+    double r_max, d_max;       // the limits, if there is no vector
 #endif
 };
 
@@ -56,7 +58,7 @@ typedef unsigned long long u64;
 constexpr bool BY_LIMBS = ELEMENT == ELEMENT_LIMBS || ELEMENT == ELEMENT_LIMBS_RS;
 constexpr bool OF_16_BITS = ELEMENT == ELEMENT_BFLOAT16 || ELEMENT == ELEMENT_FLOAT16;  // x and w; else float32
 constexpr bool TRAINS = MODE == MODE_TRAINING || MODE == MODE_RECOMPUTE || MODE == MODE_CLUSTER_BATCH;
-constexpr bool FLOAT32 = !OF_16_BITS || FLOAT32_OUTPUT;         // y is float32, else of x's type
+constexpr bool FLOAT32 = !OF_16_BITS || FLOAT32_OUTPUT;         // y is float32; else y has x's type
 constexpr bool IN_UNITS = ELEMENT == ELEMENT_FLOAT16;           // deviations are stored in units (deviation_unit)
 constexpr bool DEFERS = MODE == MODE_TRAINING && SPLIT_K == 1;  // tiles wait in y for their statistics
 static_assert(!RENORM || SAVE_DEVIATIONS, "half the variants: who renormalises has a backward");
@@ -72,41 +74,41 @@ static_assert(!W_MN_MAJOR || (MODE == MODE_GEMM && (OF_16_BITS || ELEMENT == ELE
 static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS && !(MODE == MODE_CLUSTER_BATCH && CLUSTER > 1)),
               "a CTA has one tile");
 
-// What updates the running statistics. Limbs, and the batches of several ranks, are so exact that float32's roundings
-// show.
+// The type in which running statistics are updated. With limbs and with ranks, results are so exact that roundings to
+// float32 would be visible.
 #if ELEMENT == ELEMENT_LIMBS || ELEMENT == ELEMENT_LIMBS_RS || RANKS
 typedef double StatisticsType;
 #else
 typedef float StatisticsType;
 #endif
 
-// Threads: warpgroup 0 has the helpers, the others are consumers.
-constexpr int WARPGROUPS = 2;                // of consumers
+// Threads: the warps of warpgroup 0 are helpers, those of the other warpgroups are consumers.
+constexpr int WARPGROUPS = 2;                // warpgroups of consumers
 constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
 constexpr int THREADS = 128 + CONSUMERS;
 constexpr int MERGERS = MODE == MODE_CLUSTER_BATCH ? 4 : 1;  // warps that merge statistics
 constexpr int CONSTANT_WARPS = 3;                            // warps that load the constants of inference
 
-// Registers of a thread, so that neither side spills. 384 threads start with 168 each, or with 80 where two CTAs share
-// an SM; a kernel that asks for more than there are hangs.
+// Registers of a thread, chosen so that neither role spills. The 384 threads start with 168 each, or with 80 if two
+// CTAs share an SM. A kernel that asks for more registers than there are hangs.
 constexpr int HELPER_REGISTERS = OCCUPANCY == 2                                           ? 64
                                  : ELEMENT == ELEMENT_TF32 || ELEMENT == ELEMENT_LIMBS_RS ? 136
                                                                                           : 152;
 constexpr int CONSUMER_REGISTERS = (3 * (OCCUPANCY == 2 ? 80 : 168) - HELPER_REGISTERS) / 2;
 
-// The cluster: the CTA of rank r is of side r / SPLIT_K and has part r % SPLIT_K of k.
+// The cluster: the CTA of rank r is on side r / SPLIT_K and has part r % SPLIT_K of k.
 constexpr int CLUSTER_CTAS = CLUSTER * SPLIT_K;
-constexpr int X_SHARERS = MODE == MODE_CLUSTER_BATCH ? 1 : CLUSTER;  // CTAs that load a part of an x tile each, for all
-constexpr int W_SHARERS = MODE == MODE_CLUSTER_BATCH ? CLUSTER : 1;  // and of a w tile
+constexpr int X_SHARERS = MODE == MODE_CLUSTER_BATCH ? 1 : CLUSTER;  // CTAs that each load a part of an x tile for all
+constexpr int W_SHARERS = MODE == MODE_CLUSTER_BATCH ? CLUSTER : 1;  // CTAs that each load a part of a w tile for all
 
-// A stage: BLOCK_K of k, of BLOCK_N features and PRODUCT_M rows.
-constexpr int MATRICES = BY_LIMBS ? 2 : 1;  // that make up an operand; with LIMBS_RS, w takes their bytes as it is
+// A stage holds BLOCK_K of k for BLOCK_N features and PRODUCT_M rows.
+constexpr int MATRICES = BY_LIMBS ? 2 : 1;  // matrices of an operand; with LIMBS_RS, the float32 w takes as many bytes
 constexpr int OPERAND_BYTES = ELEMENT == ELEMENT_TF32 ? 4 : 2;
 constexpr int BLOCK_N = 64 * WARPGROUPS;      // features in a tile
-constexpr int BLOCK_K = 128 / OPERAND_BYTES;  // one row of 128 bytes, as the swizzle takes them
+constexpr int BLOCK_K = 128 / OPERAND_BYTES;  // elements in a row of 128 bytes, which the swizzle needs
 constexpr int MMA_K = 32 / OPERAND_BYTES;     // k of one wgmma
 constexpr int PRODUCT_M = SPLIT_K * BLOCK_M;  // rows of x that a CTA multiplies
-constexpr int COLUMN = 64;                    // rows of an MN-major operand that lie side by side, in 128 bytes
+constexpr int COLUMN = 64;                    // rows of an MN-major operand that lie side by side in 128 bytes
 constexpr int W_BYTES = MATRICES * BLOCK_N * 128;
 constexpr int X_BYTES = MATRICES * PRODUCT_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
@@ -114,26 +116,26 @@ static_assert(!X_MN_MAJOR || PRODUCT_M / X_SHARERS % COLUMN == 0, "a CTA loads w
 
 // Accumulators of a thread (accumulator.cuh).
 constexpr int ACC = BLOCK_M / 2;            // of a tile
-constexpr int PRODUCT_ACC = PRODUCT_M / 2;  // of a product
+constexpr int PRODUCT_ACC = PRODUCT_M / 2;  // accumulators of a product
 
-// y on its way out: a warpgroup stores PASS_M rows of its 64 features at a time, as rows of 128 bytes.
-constexpr int Y_BYTES = FLOAT32 ? 4 : 2;  // of an element of y
+// The store of y: a warpgroup stores PASS_M rows of its 64 features at a time, as rows of 128 bytes.
+constexpr int Y_BYTES = FLOAT32 ? 4 : 2;  // bytes of an element of y
 constexpr int CHUNK = 16 / Y_BYTES;       // columns of y in a 16-byte access
 constexpr int MOST_M = FLOAT32 ? 32 : 64;
 constexpr int PASS_M = BLOCK_M < MOST_M ? BLOCK_M : MOST_M;
 constexpr int PASSES = BLOCK_M / PASS_M;
-constexpr int BOXES = FLOAT32 ? 2 : 1;  // TMA stores side by side in a pass
+constexpr int BOXES = FLOAT32 ? 2 : 1;  // TMA stores in a pass, side by side
 constexpr int STAGING_BYTES = BOXES * PASS_M * 128;
-constexpr int STAGINGS = MODE == MODE_CLUSTER_BATCH ? 1 : 2;  // buffers of so many bytes that a warpgroup has
+constexpr int STAGINGS = MODE == MODE_CLUSTER_BATCH ? 1 : 2;  // buffers of STAGING_BYTES in a warpgroup
 
 // The deferred epilogue: a warp takes DEFERRED_ROWS rows of a tile at a time.
 constexpr int DEFERRED_ROWS = BLOCK_M < 64 ? BLOCK_M : 64;
 constexpr int DEFERRED_PIECES = BLOCK_M / DEFERRED_ROWS;  // of a tile
 
-// Shared memory of a CTA, at least that of struct Shared (cta.cuh). Of a feature: arguments (12 bytes), or the constants
-// of two runs (8 each, or 10 of limbs); in MODE_RECOMPUTE beta and what makes y of it (4 + 16); in MODE_CLUSTER_BATCH
-// mean and M2 from each CTA, too, and with RENORM 8 more bytes (Running). 256 bytes are for barriers and counters, 64 for
-// the limits of RENORM.
+// Shared memory of a CTA, at least the size of struct Shared (cta.cuh). A feature has its arguments (12 bytes) or the
+// constants of two runs (8 bytes each, or 10 with limbs); in MODE_RECOMPUTE beta and the coefficients of y (4 + 16); in
+// MODE_CLUSTER_BATCH also mean and M2 from each CTA, and with RENORM 8 more bytes (Running). 256 bytes are for barriers
+// and counters, 64 for the limits of RENORM.
 constexpr int FEATURE_BYTES = MODE == MODE_RECOMPUTE               ? 20
                               : MODE == MODE_CLUSTER_BATCH         ? 16 + 8 * CLUSTER_CTAS + 4 * RENORM
                               : MODE == MODE_INFERENCE && BY_LIMBS ? 20
@@ -141,6 +143,6 @@ constexpr int FEATURE_BYTES = MODE == MODE_RECOMPUTE               ? 20
 constexpr int SHARED_BYTES =
     STAGES * STAGE_BYTES + WARPGROUPS * STAGINGS * STAGING_BYTES + BLOCK_N * FEATURE_BYTES + 256 + 64 * RENORM;
 
-// How long a warp that waits sleeps between two looks. One that waits beside a mainloop sleeps long: every instruction
-// costs the tensor core of its quarter of the SM a cycle or two.
+// How long a waiting warp sleeps between two looks. A warp that waits beside a mainloop sleeps long, because each of
+// its instructions costs the tensor core of its quarter of the SM a cycle or two.
 constexpr int LONG_BACKOFF = 1500, SHORT_BACKOFF = 20;  // ns

@@ -1,5 +1,4 @@
-// The consumers: two warpgroups, each of which multiplies 64 features of a tile, computes their statistics and stores
-// them.
+// The consumers: two warpgroups. Each multiplies 64 features of a tile, computes their statistics and stores their y.
 //
 // Element (j, h, e) of a thread's accumulator (accumulator.cuh) is feature 64 half + 16 warp + feature_of(lane) + 8 h
 // of the tile and row 8 j + 2 (lane % 4) + e: a thread has two features, h = 0 and 1. Four lanes have the same two
@@ -11,28 +10,28 @@
 #include "sm90/operand.cuh"
 
 struct Consumer : Cta {
-    const int half, warp, lane, rank;              // half: which of the two consumer warpgroups
+    const int half, warp, lane, rank;              // half: half: which consumer warpgroup this is
     const bool storer = warp == 0 && lane == 0;    // the thread that issues the warpgroup's TMA stores
-    int phase = 0, s = 0, nth = 0;                 // of the next stage; the next stage; the tile
-    int to_release = products() * steps - STAGES;  // stages
+    int phase = 0, s = 0, nth = 0;                 // phase of the next stage; the next stage; number of the tile
+    int to_release = products() * steps - STAGES;  // stages that are still to be released
     int within = 0;                                // the first of the thread's two features, in the tile
-    Run run_of_tile = {};                          // inference
+    Run run_of_tile = {};                          // in inference
 
-    // Which of 8 features a lane has. With ELEMENT_LIMBS_RS the features that are read at once lie two rows apart:
-    // neighbouring rows would conflict in a bank.
+    // Which of 8 features a lane has. With ELEMENT_LIMBS_RS the features that are read at once lie two rows apart,
+    // because neighbouring rows would conflict in a bank.
     static __device__ __forceinline__ int feature_of(int lane) {
         return ELEMENT == ELEMENT_LIMBS_RS ? lane / 4 % 4 * 2 + lane / 16 : lane / 4;
     }
 
-    // Releases a stage, but not the last STAGES: nothing more is loaded into them, and CTAs of the cluster may have
-    // ended.
+    // Releases a stage. The last STAGES stages are not released: nothing more is loaded into them, and other CTAs of
+    // the cluster may have ended.
     __device__ __forceinline__ void release(int stage) {
         if (--to_release >= 0 && lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT_K + rank % SPLIT_K);
     }
 
     __device__ __forceinline__ void next_stage(int step) {
         if constexpr (DEFERS)
-            // the store of the tile before has long arrived: waiting for it costs nothing here
+            // the store of the tile before arrived long ago: this wait costs nothing here
             if (step == min(4, steps - 1) && storer && nth > 0) {
                 tma_store_wait();
                 count_up(&sh.stored[half]);
@@ -41,7 +40,7 @@ struct Consumer : Cta {
     }
 
     // The mainloop: d = the product over the CTA's steps. The wgmmas of one stage stay in flight while those of the
-    // next one are issued.
+    // next stage are issued.
     __device__ __forceinline__ void multiply(float (&d)[PRODUCT_ACC]) {
         int before = 0;  // the stage before s
 #pragma unroll 1
@@ -63,11 +62,11 @@ struct Consumer : Cta {
         release(before);
     }
 
-    // The mainloop of limbs: `sum` = the product. The tensor core adds in d, and truncates towards zero as it adds. So
-    // d starts from zero for each part of a stage, takes the small products first, and is added to `sum`, which rounds.
-    // The wgmmas of the other warpgroup run meanwhile.
+    // The mainloop with limbs: `sum` = the product. The tensor core adds in d and truncates towards zero. So d starts
+    // from zero for each part of a stage, takes the small products first, and is added to `sum`, with rounding.
+    // Meanwhile the wgmmas of the other warpgroup run.
     __device__ __forceinline__ void multiply_limbs(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC]) {
-        constexpr int PARTS = 2;  // of a stage
+        constexpr int PARTS = 2;  // parts of a stage
 #pragma unroll
         for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
 #pragma unroll 1
@@ -96,7 +95,8 @@ struct Consumer : Cta {
         }
     }
 
-    // Issues the wgmmas of one part of a stage, the limbs of w being in registers: d from zero, small products first.
+    // Issues the wgmmas of one part of a stage, with w's limbs in registers. d starts from zero; small products come
+    // first.
     __device__ __forceinline__ void begin_part(float (&d)[PRODUCT_ACC], const LimbsOfW& w, int stage, int part) const {
         constexpr int STEPS = BLOCK_K / MMA_K / 2;
         constexpr u64 LOW = PRODUCT_M * 128 / 16;
@@ -112,7 +112,7 @@ struct Consumer : Cta {
     }
 
     // The mainloop of ELEMENT_LIMBS_RS: this thread makes the limbs of w in registers, while the tensor core multiplies
-    // the part before, or works for the other warpgroup. `of_w` becomes w's exponents, for unscale.
+    // the part before or works for the other warpgroup. `of_w` becomes w's exponents, for unscale.
     __device__ __forceinline__ void multiply_limbs_rs(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC],
                                                       int (&of_w)[2]) {
         constexpr bool AHEAD = PRODUCT_M < 128;  // otherwise there are no registers for the limbs of two parts
@@ -155,7 +155,7 @@ struct Consumer : Cta {
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) of_w[h] = units.exponent(h);
-        if constexpr (SPLIT_K > 1) {  // one unit for all CTAs, whose sums will be added; x is below 2^15
+        if constexpr (SPLIT_K > 1) {  // all CTAs need one unit: their sums will be added; x is below 2^15
             constexpr int COMMON = 10;
 #pragma unroll
             for (int i = 0; i < PRODUCT_ACC; i++) {
@@ -166,8 +166,8 @@ struct Consumer : Cta {
         }
     }
 
-    // d = g of the tile; or, of limbs, `sum` and `of_w`, from which unscale makes g. A template, so that only one
-    // branch is compiled.
+    // Computes d = g of the tile or, with limbs, `sum` and `of_w`, from which unscale makes g. It is a template, so
+    // that only one branch is compiled.
     template <int SIZE>
     __device__ __forceinline__ void make(float (&d)[SIZE], float (&sum)[SIZE], int (&of_w)[2]) {
         if constexpr (SIZE < PRODUCT_ACC) {
@@ -191,9 +191,9 @@ struct Consumer : Cta {
         }
     }
 
-    // Stores staged rows of y, from row0 on, where rows start anywhere. A warp stores every fourth row, all of which
-    // are aligned alike, and a lane 4 bytes of a row. If these straddle two words of y, the lane stores the word that
-    // begins in its neighbour's bytes; two bytes are left at either end of the row.
+    // Stores staged rows of y, from row0 on, if rows may start anywhere. A warp stores every fourth row; these are all
+    // aligned alike. A lane has 4 bytes of a row. If they straddle two words of y, the lane stores the word that begins
+    // in its neighbour's bytes; two bytes remain at either end of the row.
     __device__ __forceinline__ void store_pieces(const char* staging, int row0, int column, int lane) const {
         const int rows = min((int)m - row0, PASS_M);
 #pragma unroll 1
@@ -222,12 +222,13 @@ struct Consumer : Cta {
         }
     }
 
-    // Stores d to y, or with TO_Y false to the deviations. Shared memory transposes it: it holds rows of 128 bytes,
-    // chunk c (16 bytes) of row r at c ^ (r & 7). pack_of(h, ...) packs two rows of feature h into one word.
+    // Stores d to y or, if TO_Y is false, to the deviations. d is transposed through shared memory, which has rows of
+    // 128 bytes, with chunk c (16 bytes) of row r at c ^ (r & 7). pack_of(h, ...) packs two rows of feature h into one
+    // word.
     template <bool TO_Y = true, typename Pack>
     __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block,
                                           const Pack& pack_of) const {
-        const int lane = lane_id();  // again, as in run
+        const int lane = lane_id();  // read again, as in run
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             char* staging = sh.staging[half][pass % STAGINGS];
@@ -247,7 +248,7 @@ struct Consumer : Cta {
                 const auto packed = [&](int j, int h) {
                     return pack_of(h, e[Accumulator::at(j, h, 0)], e[Accumulator::at(j, h, 1)]);
                 };
-                if constexpr (CHANNELS_FIRST) {  // no transposition: 64 features of 64 rows, 128 bytes each
+                if constexpr (CHANNELS_FIRST) {  // no transposition: 64 features, each with 64 rows (128 bytes)
                     const u32 start =
                         smem(staging) + (16 * warp + (lane & 15)) * 128 + (((lane / 16) ^ (lane & 7)) << 4);
 #pragma unroll
@@ -283,7 +284,7 @@ struct Consumer : Cta {
                     tma_store(&map, staging + box * (PASS_M * 128), block * BLOCK_N + 64 * half + box * (64 / BOXES),
                               row * BLOCK_M + pass * PASS_M);
             }
-            if (storer) tma_store_commit();  // even if empty: the wait above counts passes
+            if (storer) tma_store_commit();  // even if the group is empty: the wait above counts passes
         }
         if (PASSES % STAGINGS) {  // an odd number would change which buffer comes first
             if (storer) tma_store_wait_read<0>();
@@ -291,7 +292,7 @@ struct Consumer : Cta {
         }
     }
 
-    // MODE_INFERENCE: d = f(y before the activation) for the thread's two features.
+    // MODE_INFERENCE: turns g into y for the thread's two features.
     __device__ __forceinline__ void apply_constants(float (&d)[ACC], int block) {
         run_of_tile.ends_before(block);
         const int slot = run_of_tile.number % 2;
@@ -310,8 +311,8 @@ struct Consumer : Cta {
         }
     }
 
-    // MODE_TRAINING: turns g into deviations from the tile's means, which are stored to y until the epilogue; of the
-    // CTA's last tile into y at once.
+    // MODE_TRAINING: turns g into deviations from the tile's means, which wait in y's memory for the epilogue. For the
+    // CTA's last tile it turns g into y at once.
     __device__ __forceinline__ void normalize(float (&d)[ACC], int row, int block, int lane) const {
         const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
         float mean[2], m2[2];
@@ -333,14 +334,14 @@ struct Consumer : Cta {
         }
     }
 
-    // MODE_CLUSTER_BATCH: turns g of the CTA's one tile into y. The other CTAs of the cluster have the other rows.
+    // MODE_CLUSTER_BATCH: turns g of the CTA's only tile into y. The other CTAs of the cluster have the other rows.
     __device__ __forceinline__ void normalize_in_cluster(float (&d)[ACC], int row, int block, int lane) const {
         float mean[2], m2[2];
         centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
         u64* here = &sh.here[half];
         const int h = lane & 1, mine = within + 8 * h;
 #if RENORM
-        // The limits are there; and the running statistics, which the CTAs that hear of these rows will update.
+        // Wait here for the limits and the running statistics: CTAs that receive this CTA's statistics may update them.
         mbar_wait(&sh.agreed, 0);
         mbar_wait(&sh.arguments_ready, 0);
 #endif
@@ -371,8 +372,8 @@ struct Consumer : Cta {
         epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.mean, all.a, all.unit, u.beta));
     }
 
-    // The epilogue of the CTA's last tile, once all tiles are merged. `own` is the mean in this tile of the thread's
-    // feature h.
+    // The epilogue of the CTA's last tile, once all tiles are merged. `own` is the mean of the thread's feature h in
+    // this tile.
     __device__ __forceinline__ void epilogue_of_last_tile(float (&d)[ACC], int row, int block, int h, float own,
                                                           u64 launch) const {
         mbar_wait(&sh.arguments_ready, 0);
@@ -384,7 +385,7 @@ struct Consumer : Cta {
         } else {
             const Affine u = sh.arguments[within + 8 * h];
             Merged all = {0.f, 0.f, 1.f};
-            if (!RANKS && parts(block).lanes() == 1) {  // few parts: to merge them here saves a round trip
+            if (!RANKS && parts(block).lanes() == 1) {  // there are few parts: merging them here saves a round trip
                 float m2;
                 const Word* words = words_of(block) + within + 8 * h;
                 merge_feature(Published{words, launch}, parts(block), 0, 1, all.mean, m2);
@@ -397,7 +398,7 @@ struct Consumer : Cta {
     }
 
     // The epilogue of a tile in registers. This thread knows the coefficients of its feature h; the neighbouring lane
-    // knows those of the other one.
+    // knows those of the other feature.
     __device__ __forceinline__ void epilogue_in_registers(float (&d)[ACC], int row, int block, int h,
                                                           const Epilogue& own) const {
         const auto of_both = [&](float2 xy, float2(&both)[2]) {  // for h = 0 and 1
@@ -428,7 +429,7 @@ struct Consumer : Cta {
             float sum[ACC];
             int of_w[2];
             make(d, sum, of_w);
-            const int lane = lane_id();  // again: what depends on it must not take registers in the mainloop
+            const int lane = lane_id();  // read again: values that depend on it must not take registers in the mainloop
             within = 64 * half + 16 * warp + feature_of(lane);
             const int feature = block * BLOCK_N + within;
             if (is_there(row, block)) {
@@ -439,9 +440,8 @@ struct Consumer : Cta {
                 if constexpr (MODE == MODE_CLUSTER_BATCH) normalize_in_cluster(d, row, block, lane);
             }
             store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
-            if (MODE == MODE_INFERENCE && storer)
-                count_up(&sh.stored[half]);    // which also tells that the constants have been read
-            if constexpr (SPLIT_K > 1) break;  // a CTA has one tile
+            if (MODE == MODE_INFERENCE && storer) count_up(&sh.stored[half]);  // also says that the constants were read
+            if constexpr (SPLIT_K > 1) break;                                  // a CTA has one tile
         }
         if constexpr (DEFERS) epilogue_of_deferred_tiles(SHORT_BACKOFF);
         if (storer) tma_store_wait_read<0>();  // shared memory must outlive the stores that read it

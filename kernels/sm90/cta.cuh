@@ -3,17 +3,17 @@
 #include "sm90/formats.cuh"
 #include "sm90/statistics.cuh"
 
-// Whether consumers need beta alone of a feature's arguments, because the merger publishes a.
+// Whether consumers need only beta of a feature's arguments, because the merger publishes a.
 constexpr bool LOADS_BETA = MODE == MODE_RECOMPUTE || (MODE == MODE_TRAINING && SAVE_DEVIATIONS);
 
 constexpr bool WITH_LOWS = MODE == MODE_INFERENCE && BY_LIMBS;
 
-struct Shared {                       // starts on 1024 bytes, as swizzled stages must
+struct Shared {                       // starts on 1024 bytes, because swizzled stages must
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
     char staging[WARPGROUPS][STAGINGS]
-                [STAGING_BYTES];  // y on its way out, swizzled; one pass is written while the last one is stored
-    union {                       // a variant uses one of the three
-        float2 constants[2][MODE == MODE_INFERENCE ? BLOCK_N : 1];  // a and c, of this run and of the next one (Run)
+                [STAGING_BYTES];  // y before TMA stores it, swizzled; a pass is written while another is stored
+    union {                       // a variant uses one of these three
+        float2 constants[2][MODE == MODE_INFERENCE ? BLOCK_N : 1];  // a and c of this run and of the next (Run)
         float beta[LOADS_BETA ? BLOCK_N : 1];                       // of the CTA's last tile
         Affine arguments[MODE == MODE_INFERENCE || LOADS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
     };
@@ -21,19 +21,19 @@ struct Shared {                       // starts on 1024 bytes, as swizzled stage
     u64 launch;                // training: the number of the launch
     StatisticsType momentum;   // weight of the batch in the running statistics
     int ready;                 // training: how many times a warp has published
-    int constants_ready[2];    // inference: how many times a warp has loaded constants, for either slot
+    int constants_ready[2];    // inference: how many times a warp has loaded constants into each slot
     int stored[WARPGROUPS];    // tiles that each consumer warpgroup has stored
     int ticket, merged_tiles;  // deferred epilogue: pieces handed out; tiles known to be merged
     Centred centred[MODE == MODE_RECOMPUTE ? BLOCK_N : 1];  // the epilogue's coefficients
     float2 gathered[MODE == MODE_CLUSTER_BATCH ? CLUSTER_CTAS : 1]
                    [MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 from each CTA of the cluster
-    u64 here[WARPGROUPS];  // barriers: all of these that a warpgroup needs have arrived
+    u64 here[WARPGROUPS];  // barriers: all of `gathered` that a warpgroup needs has arrived
     u64 drained, summed;   // barriers of SPLIT_K: all CTAs have read their stages; all partial sums are here
 #if RENORM
     Limits<float> limits;
-    Running running[MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // of the CTA's tile
+    Running running[MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // for the CTA's tile
 #endif
-    __nv_bfloat16 lows[2][WITH_LOWS ? BLOCK_N : 1];  // of the constants; float32 would not fit
+    __nv_bfloat16 lows[2][WITH_LOWS ? BLOCK_N : 1];  // `low` of the constants; float32 would not fit
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the planner gives less than is used");
@@ -42,16 +42,16 @@ struct Tile {
     int row, block;  // in units of BLOCK_M rows of x and of BLOCK_N features
 };
 
-// The order in which clusters take tiles of BLOCK_M rows by CLUSTER * BLOCK_N features. Columns of tiles come in panels
-// of `panel`, and a panel row by row, so that one reading of x serves a panel. In MODE_TRAINING the last columns come
-// one at a time: less is then left for the deferred epilogue at the end. In MODE_CLUSTER_BATCH cluster i has all rows of
-// block i. MODE_RECOMPUTE has OwnTiles.
+// The order in which clusters take tiles of BLOCK_M rows by CLUSTER * BLOCK_N features. The columns of tiles form
+// panels of `panel` columns. Clusters take a panel row by row, so that one reading of x serves a panel. In
+// MODE_TRAINING the last columns are taken one at a time, so that less is left for the deferred epilogue at the end. In
+// MODE_CLUSTER_BATCH cluster i has all rows of block i. MODE_RECOMPUTE uses OwnTiles.
 struct TileScheduler {
     int rows, cols, panel, grouped;
     u64 of_panel, of_columns, of_rest;
-    __device__ int groups() const { return (rows + SPLIT_K - 1) / SPLIT_K; }  // of SPLIT_K rows of tiles
+    __device__ int groups() const { return (rows + SPLIT_K - 1) / SPLIT_K; }  // groups of SPLIT_K rows of tiles
     __device__ int count() const { return groups() * cols; }
-    // tile i of its cluster, for the CTA of this rank
+    // tile i, for the CTA of this rank in its cluster
     __device__ Tile at(int i, int rank) const {
         if constexpr (MODE == MODE_CLUSTER_BATCH) return {rank, i};
         const int height = groups();
@@ -70,9 +70,9 @@ struct TileScheduler {
     }
 };
 
-// The tiles of a cluster in MODE_RECOMPUTE, where it keeps to one column. The clusters of a column share its rows in
-// `parts`, as evenly as possible: the first longer_parts have one more. The rows of part i are i, i + parts, ...; with
-// CHANNELS_FIRST they are neighbours, so that the rows of x in a part follow from two tiles.
+// The tiles of a cluster in MODE_RECOMPUTE, where a cluster keeps to one column. The clusters of a column divide its
+// rows of tiles into parts, as evenly as possible: the first longer_parts parts have one more. Part i has the rows i, i
+// + parts, ...; with CHANNELS_FIRST it has neighbouring rows, so that its number of rows of x follows from two tiles.
 struct OwnTiles {
     int col, part;
     int first, step, count;  // the rows of tiles that the cluster has: first, first + step, ...
@@ -85,15 +85,15 @@ struct OwnTiles {
         step = CHANNELS_FIRST ? 1 : (int)p.parts_alone;
         count = of_part + (part < longer);
     }
-    // All tiles but the last come again, from the end: what was read last is still in L2.
+    // All tiles but the last come a second time, in reverse order: the rows that were read last are still in L2.
     __device__ __forceinline__ int row(int nth) const {
         return first + (nth < count ? nth : 2 * count - 2 - nth) * step;
     }
     __device__ __forceinline__ int visits() const { return 2 * count - 1; }
 };
 
-// A run is tiles of a CTA that follow each other and have the same features. In inference their constants are loaded
-// once.
+// A run: consecutive tiles of a CTA that have the same features. In inference the constants are loaded once for each
+// run.
 struct Run {
     int block = -1, number = -1;
     __device__ __forceinline__ bool ends_before(int next) {
@@ -109,8 +109,8 @@ struct ForBackward {  // with SAVE_DEVIATIONS: g - mean (m, n), and SAVED_ vecto
     double* vectors;
 };
 
-// What a CTA works with, and the roles of its warps. Tiles of a CTA are counted from 0 (nth). The last tile of a
-// cluster's CTA may lie beyond the features, in block `blocks`, or with SPLIT_K beyond the rows.
+// The data that a CTA works with, and the roles of its warps. `nth` is the number of a tile of the CTA, from 0 on. A
+// CTA's last tile may lie beyond the features, in block `blocks`, or with SPLIT_K beyond the rows.
 struct Cta {
     const ForwardSm90Problem& p;
     const TensorMap &x_map, &w_map, &y_map;
@@ -124,7 +124,7 @@ struct Cta {
     Ranks* const ranks;
     Shared& sh;
     const long long m, n, y_pitch;                  // y_pitch in bytes
-    const int clusters, first_step, steps, blocks;  // steps: of k, for this CTA; blocks: of features
+    const int clusters, first_step, steps, blocks;  // steps of k of this CTA; blocks of features
     const size_t features;
     const TileScheduler scheduler;
     const OwnTiles own_tiles;
@@ -140,20 +140,20 @@ struct Cta {
         return {row / rows, row % rows};
     }
 
-    // How many tiles this CTA has,
+    // How many tiles this CTA has.
     __device__ __forceinline__ int tiles() const {
         if constexpr (MODE == MODE_RECOMPUTE) return own_tiles.count;
         return (scheduler.count() - 1 - cluster_id()) / clusters + 1;
     }
 
-    // and how many it multiplies.
+    // How many products this CTA computes.
     __device__ __forceinline__ int products() const { return MODE == MODE_RECOMPUTE ? own_tiles.visits() : tiles(); }
 
     __device__ __forceinline__ bool is_there(int row, int block) const {
         return block < blocks && (SPLIT_K == 1 || MODE == MODE_CLUSTER_BATCH || row < scheduler.rows);
     }
 
-    // Whether there is an nth tile for this CTA to multiply, and which it is.
+    // Whether there is an nth tile for this CTA to multiply (`has`), and which tile it is (`tile`).
     __device__ __forceinline__ bool has(int nth) const {
         if constexpr (MODE == MODE_RECOMPUTE) return nth < own_tiles.visits();
         return cluster_id() + nth * clusters < scheduler.count();
@@ -163,9 +163,9 @@ struct Cta {
         return scheduler.at(cluster_id() + nth * clusters, rank);
     }
 
-    // The parts of the rows of a block's features: each tile is one, or, if merges_tiles(block), all tiles that a CTA
-    // has of the block. MODE_TRAINING merges them where a CTA has several: fewer parts are then to be merged at the
-    // end, when all CTAs wait.
+    // The parts of the rows of a block's features. Each tile is a part or, if merges_tiles(block), all tiles of the
+    // block that a CTA has are one part. MODE_TRAINING merges tiles where a CTA has several: fewer parts are then
+    // merged at the end, when all CTAs wait.
     __device__ __forceinline__ RowParts parts(int block) const {
         const int tiles = MODE == MODE_CLUSTER_BATCH ? ((int)m + BLOCK_M - 1) / BLOCK_M : scheduler.rows;
         const int count = MODE == MODE_CLUSTER_BATCH ? tiles : part_count(block);
@@ -188,8 +188,8 @@ struct Cta {
         return DEFERS && part_count(block) != scheduler.rows;
     }
 
-    // The statistics of the parts of a block's features, [part][BLOCK_N]. Those of merged tiles lie behind those of all
-    // tiles.
+    // The statistics of the parts of a block's features, [part][BLOCK_N]. The statistics of merged tiles lie behind
+    // those of all single tiles.
     __device__ __forceinline__ Word* words_of(int block) const {
         size_t before = (size_t)block * (MODE == MODE_RECOMPUTE ? (int)p.parts_alone : scheduler.rows);
         if (merges_tiles(block)) {
@@ -204,11 +204,11 @@ struct Cta {
     __device__ void load_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
     __device__ void merge(int lane, int rank, int which) const;  // training: the statistics of a share of the features
     __device__ void merge(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
-                          int backoff) const;                       // and of own tiles
-    __device__ void join(int lane, int rank) const;                 // RANKS: the statistics of these over all ranks
-    __device__ void load_last_tile_arguments(int lane) const;       // training: what the consumers need to finish it
+                          int backoff) const;                       // the same, over the CTA's own tiles
+    __device__ void join(int lane, int rank) const;                 // RANKS: that share's statistics over all ranks
+    __device__ void load_last_tile_arguments(int lane) const;       // training: what the consumers need for its y
     __device__ void epilogue_of_deferred_tiles(int backoff) const;  // training: turns deferred deviations into y
-    __device__ void epilogue_of_deferred_rows(int unit, int backoff) const;  // some rows of that
+    __device__ void epilogue_of_deferred_rows(int unit, int backoff) const;  // the same for one piece
     __device__ void load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const;
-    __device__ void epilogue_meanwhile(int backoff) const;  // or a nap
+    __device__ void epilogue_meanwhile(int backoff) const;  // RANKS: one such piece, or a sleep
 };

@@ -2,9 +2,9 @@
 #pragma once
 #include "sm90/cta.cuh"
 
-// Loads the coefficients of y = f(a (d + tile mean - mean) + offset) for the CHUNK features of a lane's columns, once all
-// features of the tile are merged. A lane computes those of EACH neighbouring features, with all words in flight at
-// once, and shuffles distribute them.
+// Loads the coefficients of y = f(a (d + tile mean - mean) + offset) for the CHUNK features of a lane's columns, once
+// all features of the tile are merged. A lane computes the coefficients of EACH neighbouring features, with all its
+// words in flight at once; shuffles distribute them.
 __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const {
     const u64 launch = *(volatile u64*)&sh.launch;
     constexpr int EACH = BLOCK_N / 32;
@@ -52,28 +52,28 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int 
     }
 }
 
-// Step 5 of training. `unit` counts pieces of DEFERRED_ROWS rows over all tiles of this CTA but the last, in their
-// order. A ticket hands them out. One warp does a piece alone: no warp waits for another.
+// Step 5 of training. `unit` is the number of a piece of DEFERRED_ROWS rows, counted over all tiles of this CTA but the
+// last. A ticket hands the pieces out. One warp does a piece alone: no warp waits for another.
 __device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) const {
     const int nth = unit / DEFERRED_PIECES;
     const auto [row, block] = tile(nth, cluster_rank());
     if (block >= blocks) return;
-    // wait first for this CTA, then for one word, the last that is merged, then for all: polling must not crowd others
-    // out of L2
+    // wait first for this CTA's stores, then for the word that is merged last, then for all words: polling must not
+    // slow down the accesses of others to L2
     for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, backoff);
     if (look(&sh.merged_tiles) <= nth)
         await(merged + (size_t)(block + 1) * BLOCK_N - 1, *(volatile u64*)&sh.launch, backoff);
     constexpr int LANES_PER_ROW = BLOCK_N / CHUNK,
-                  STEP = 32 / LANES_PER_ROW;        // lanes that share a row, rows of an access
-    constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; the coefficients of deviations take the other registers
+                  STEP = 32 / LANES_PER_ROW;        // lanes that share a row; rows of an access
+    constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; coefficients of deviations take the other registers
     const int lane = lane_id(), feature = block * BLOCK_N + lane % LANES_PER_ROW * CHUNK;
     const int first = row * BLOCK_M + unit % DEFERRED_PIECES * DEFERRED_ROWS + lane / LANES_PER_ROW;
     int to_read = feature < n ? (min((int)m - first, DEFERRED_ROWS) + STEP - 1) / STEP : 0,
-        to_write = to_read;  // accesses
+        to_write = to_read;  // in accesses
     const size_t step = STEP * y_pitch, deviations_step = STEP * p.ld_deviations * Y_BYTES;
     char *from = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES, *to = from;
     char* deviations_at = for_backward.deviations + ((size_t)first * p.ld_deviations + (size_t)feature) * Y_BYTES;
-    // not through L1, which might hold older lines
+    // bypass L1, which might hold older lines
     const auto read = [&](uint4(&d)[BATCH]) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++, from += step)
@@ -117,7 +117,7 @@ __device__ inline void Cta::epilogue_of_deferred_tiles(int backoff) const {
     }
 }
 
-// Loads what the consumers need for the epilogue of the CTA's last tile. By one warp.
+// Loads the arguments that the consumers need for the epilogue of the CTA's last tile. One warp calls this.
 __device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
     const auto [row, block] = tile(tiles() - 1, cluster_rank());
 #pragma unroll

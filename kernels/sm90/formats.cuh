@@ -1,4 +1,4 @@
-// Number formats between accumulators and memory: the powers of two of limbs, y's format, units of deviations.
+// Number formats between accumulators and memory: the exponents of limbs, the format of y, the units of deviations.
 #pragma once
 #include "sm90/accumulator.cuh"
 #include "sm90/config.cuh"
@@ -12,8 +12,8 @@ __device__ __forceinline__ void load_exponents(const int* w_exponents, int n, in
     for (int h = 0; h < 2; h++) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
 }
 
-// d = sum * 2^(x_exponent + w_exponent). Element (j, h, e) has the exponents of x's row `row` + 8 j + e and of_w[h].
-// Exact, but for what falls below float32's normal numbers.
+// d = sum * 2^(x_exponent + w_exponent). Element (j, h, e) uses the exponent of x's row `row` + 8 j + e, and of_w[h].
+// The result is exact, unless it falls below float32's normal numbers.
 __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC], const int* x_exponents, int m,
                                         int row, const int (&of_w)[2]) {
     int of_x[ACC / 2];
@@ -22,7 +22,8 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
         const int r = row + i / 2 * 8 + i % 2;
         of_x[i] = r < m ? __ldg(x_exponents + r) : 0;
     }
-    // Multiply by one factor for x and one for w, unless the number between could leave float32's range: |sum| < 2^48.
+    // Multiply by one factor for x and one for w, unless the number in between could leave float32's range: |sum| <
+    // 2^48.
     bool mild = max(abs(of_w[0]), abs(of_w[1])) < 64;
 #pragma unroll
     for (int i = 0; i < ACC / 2; i++) mild &= abs(of_x[i]) < 64;
@@ -41,7 +42,7 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
     }
 }
 
-// two floats to one 32-bit word, the first in the low half
+// packs two floats into one 32-bit word, the first in the low half
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 word;
     if constexpr (ELEMENT == ELEMENT_FLOAT16)
@@ -61,7 +62,7 @@ __device__ __forceinline__ float2 unpack(u32 word) {
     return f;
 }
 
-// Deviations are stored in units of this power of two, about their standard deviation. Otherwise float16 might
+// Deviations are stored in units of this power of two, which is near their standard deviation. Otherwise float16 might
 // overflow.
 __device__ __forceinline__ float deviation_unit(float m2, int rows) {
     if (!IN_UNITS) return 1.f;
@@ -80,7 +81,7 @@ using Y = __nv_bfloat16;
 
 __device__ __forceinline__ float line(float2 xy, float v) { return fmaf(xy.x, v, xy.y); }
 
-// Two deviations rounded for the backward (settle), where y = f(line(to_y, d)).
+// Rounds two deviations for the backward, as settle does, where y = f(line(to_y, d)).
 __device__ __forceinline__ u32 pack_deviations(float low, float high, float2 low_to_y, float2 high_to_y) {
     u32 word = pack(low, high);
     if constexpr (Activation<Y>::JUMPS) {
@@ -94,8 +95,8 @@ __device__ __forceinline__ u32 pack_deviations(float low, float high, float2 low
     return word;
 }
 
-// The epilogue of a deferred deviation d of a feature: y = f(line(to_y, d)). With SAVE_DEVIATIONS the deviation
-// line(to_deviation, d) is saved, and it is what to_y takes.
+// The epilogue of a deferred deviation d of a feature: y = f(line(to_y, d)). With SAVE_DEVIATIONS, line(to_deviation,
+// d) is saved, and to_y applies to it instead of d.
 struct Epilogue {
 #if SAVE_DEVIATIONS
     float2 to_deviation;
@@ -103,8 +104,8 @@ struct Epilogue {
     float2 to_y;
 };
 
-// The epilogue of deviations from a tile's mean in units of `unit_of`; the tile's mean is `shift` above the mean of all
-// rows.
+// The epilogue for deviations from a tile's mean, in units of `unit_of`. The tile's mean exceeds the mean of all rows
+// by `shift`.
 __device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, float a, float unit, float beta) {
 #if SAVE_DEVIATIONS
     return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, beta)};
@@ -113,13 +114,13 @@ __device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, floa
 #endif
 }
 
-// The epilogue of g of a feature once its mean is known: y = f(slope d + offset) with d = per_unit (g - mean). With
-// SAVE_DEVIATIONS d is saved; otherwise per_unit is 1.
+// The epilogue of a feature's g, once the mean is known: y = f(slope d + offset) with d = per_unit (g - mean). With
+// SAVE_DEVIATIONS, d is saved; otherwise per_unit is 1.
 struct Centred {
     float mean, per_unit, slope, offset;
 };
 
-// The epilogue of 16 bytes of deferred deviations: 16 bytes of y and, with SAVE_DEVIATIONS, of deviations.
+// Turns 16 bytes of deferred deviations into 16 bytes of y and, with SAVE_DEVIATIONS, 16 bytes of deviations.
 __device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&coef)[CHUNK], uint4& y,
                                                uint4& deviations) {
     u32 word[4] = {deferred.x, deferred.y, deferred.z, deferred.w}, deviation[4];

@@ -1,30 +1,31 @@
-// ELEMENT_LIMBS_RS: the consumers make the limbs of w in registers. w comes to shared memory as it is, which saves a
-// launch that reads all of w and writes as much, for this one to read again.
+// ELEMENT_LIMBS_RS: the consumers make the limbs of w in registers. w comes to shared memory as float32. This saves a
+// launch that reads all of w and writes as many bytes, which this launch would read again.
 //
-// Each 32 of k of a feature (a part) is scaled by itself, as split_limbs scales a row (docs/design/limbs.md). The products
-// of a part are added to a sum in units of its own: a power of two that follows the largest part so far. Scales and
-// units are kept as the exponent fields of float32.
+// Every 32 of k of a feature (a part) are scaled by themselves, as split_limbs scales a row (docs/design/limbs.md). The
+// products of a part are added to a sum that has its own unit, a power of two that follows the largest part so far.
+// Scales and units are kept as the exponent fields of float32.
 #pragma once
 #include "common/limbs.cuh"
 #include "sm90/formats.cuh"
 #include "sm90/operand.cuh"
 
-// The least exponent field of a scale: even smaller parts keep all their digits with it. And by how much a part's field
-// may exceed the unit of its sum.
+// LEAST_FIELD: the least exponent field of a scale; even smaller parts keep all their digits with it. SLACK: by how
+// much the field of a part may exceed the unit of the sum.
 constexpr int LEAST_FIELD = 15, SLACK = 8;
 
-// The limbs of a thread's two features h (Consumer) in one part, as two wgmma_rs of 16 of k take them; and the exponent
-// fields that they were scaled by.
+// The limbs of a thread's two features h (Consumer) in one part, for two wgmma_rs of 16 of k each, and the exponent
+// fields by which they were scaled.
 struct LimbsOfW {
     u32 high[2][4], low[2][4];
     int field[2];
 
     LimbsOfW() = default;
-    // `tile` has the part in swizzled rows of 128 bytes. K-major a row is a feature. MN-major it is 32 features of one
-    // k, and the next 32 features follow after BLOCK_K rows. `row` is the thread's first feature in it.
+    // `tile` has the part in swizzled rows of 128 bytes. If w is K-major, a row is a feature. If w is MN-major, a row
+    // is 32 features of one k, and the next 32 features follow after BLOCK_K rows. `row` is the thread's first feature
+    // in the tile.
     __device__ __forceinline__ LimbsOfW(const char* tile, int row, int lane) {
         const int quarter = lane & 3;
-        float2 v[2][2][2];  // [feature h][16 of k][half of them]
+        float2 v[2][2][2];  // [feature h][16 of k][half of these]
         float top[2] = {};
 #pragma unroll
         for (int h = 0; h < 2; h++)
@@ -50,7 +51,7 @@ struct LimbsOfW {
             top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFF, top[h], 1));
             top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFF, top[h], 2));
             field[h] = max(__float_as_int(top[h]) >> 23, LEAST_FIELD);
-            const float scale = power_of_two(127 + 14 - field[h]);  // makes the largest a number in [2^14, 2^15)
+            const float scale = power_of_two(127 + 14 - field[h]);  // brings the largest number into [2^14, 2^15)
 #pragma unroll
             for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -63,10 +64,10 @@ struct LimbsOfW {
 
 // The units of the sums of a thread's two features.
 struct UnitsOfW {
-    int field[2] = {-1000, -1000};  // no part yet
+    int field[2] = {-1000, -1000};  // there is no part yet
 
-    // Before a part is added: `factor` is what to multiply it by. Sums whose unit has become too small are scaled to
-    // the part's.
+    // Call this before a part is added. The part is to be multiplied by `factor`. A sum whose unit has become too small
+    // is scaled to the unit of the part.
     template <int SIZE>
     __device__ __forceinline__ void follow(const int (&of_part)[2], float (&sum)[SIZE], float (&factor)[2]) {
         if (__any_sync(0xFFFFFFFF, max(of_part[0] - field[0], of_part[1] - field[1]) > SLACK)) {

@@ -1,11 +1,11 @@
-// The merger: a warp that turns the statistics of tiles into mean and a (cta.cuh) of each feature. The tiles of a block of
-// features share its features out: a CTA's merger merges one share, over all rows. In MODE_CLUSTER_BATCH a CTA has four
-// such warps, and this is number `which` of MERGERS.
+// The merger: a warp that turns the statistics of tiles into mean and a of each feature (cta.cuh). The CTAs that have
+// tiles of a block of features divide its features: the merger of a CTA merges one share of them, over all rows. In
+// MODE_CLUSTER_BATCH a CTA has four such warps, and this is number `which` of MERGERS.
 #pragma once
 #include "sm90/deferred_epilogue.cuh"
 
 // Merges the statistics of the CTA's nth tile into those of its earlier tiles of the same block (merges_tiles), and
-// publishes them after the last of these. A lane has BLOCK_N / 32 neighbouring features.
+// publishes the result after the last tile. A lane has BLOCK_N / 32 neighbouring features.
 __device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
                                            int backoff) const {
     constexpr int EACH = BLOCK_N / 32;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth
 
 __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const {
     const long long count = batches ? *(volatile long long*)batches + 1 : 1;
-    u64 number = 0;  // of MODE_CLUSTER_BATCH, which has no words
+    u64 number = 0;  // stays 0 in MODE_CLUSTER_BATCH, which has no words
     if constexpr (MODE != MODE_CLUSTER_BATCH)
         number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(epoch, lane);
 #if RANKS
@@ -72,9 +72,9 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
         const int backoff = MODE == MODE_RECOMPUTE || !has(nth + 1) ? SHORT_BACKOFF : LONG_BACKOFF;
         if (merges_tiles) {
             merge(own, nth, row, block, backoff);
-            if (row + parts.count < scheduler.rows) continue;  // more of its tiles come
+            if (row + parts.count < scheduler.rows) continue;  // the CTA has more tiles of this block
         }
-        if (first >= BLOCK_N) continue;  // the others merge all there are
+        if (first >= BLOCK_N) continue;  // other CTAs merge all features
         const Word* const words = words_of(block);
 #pragma unroll 1
         for (int base = which * (32 / lanes); base < share; base += MERGERS * (32 / lanes)) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             const int c = first + base + lane / lanes, feature = block * BLOCK_N + c;
             const bool speaks = member == 0 && base + lane / lanes < share && c < BLOCK_N;
             const bool mine = speaks && feature < n, running = mine && tracked;
-            // the arguments travel while the partials are not there yet
+            // load the arguments before the partial statistics are there
             const Fetched none = {KIND_ABSENT, 0};
             Fetched of_s = none, of_gamma = none, of_beta = none, of_b = none, of_rm = none, of_rv = none;
             if (mine)
@@ -91,7 +91,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             if (running)
                 of_b = fetch(f.bias, f.bias_code, feature), of_rm = fetch(f.running_mean, f.running_mean_code, feature),
                 of_rv = fetch(f.running_var, f.running_var_code, feature);
-            // first in this CTA, then one word of all, then all
+            // wait first for this CTA, then for one word of all parts, then for all words
             float mean, m2;
             u64 launch = 0;
             if constexpr (MODE == MODE_CLUSTER_BATCH) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 }
 
 #if RANKS
-// What the joiner does while it waits.
+// The joiner calls this while it waits. It does a piece of a deferred tile if one is ready, else it sleeps.
 __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
     int unit = -1;
     if (lane_id() == 0) {
@@ -153,14 +153,14 @@ __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
         epilogue_of_deferred_rows(unit, backoff);
 }
 
-// The joiner, another warp: of what the mergers of all ranks have posted it makes one mean and one a for the features that
-// this CTA's merger merges, and updates the running statistics. The merger never waits for other ranks, so that no two
-// ranks wait for each other, in whatever order their CTAs take their tiles.
+// The joiner is another warp. For the features that this CTA's merger merges, it computes mean and a from the
+// statistics that the mergers of all ranks have posted, and updates the running statistics. The merger never waits for
+// other ranks. So no two ranks wait for each other, whatever the order in which their CTAs take tiles.
 __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     mbar_wait(&sh.agreed, 0);
     const Exchange<2> exchange(ranks, nullptr, 0, p.signature);
     const u64 launch = *(volatile u64*)&sh.launch;
-    // the features [first, end) of its block that have been merged, of a tile
+    // the features [first, end) of a tile's block that this CTA's merger has merged
     struct Share {
         int block, first, end;
     };
@@ -178,7 +178,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         for (int base = first; base < end; base += 32) {
             const int c = base + lane_id(), feature = block * BLOCK_N + c;
             const bool speaks = c < end, mine = speaks && feature < n;
-            Affine u = {1.f, 1.f, 0.f};  // on its way meanwhile
+            Affine u = {1.f, 1.f, 0.f};  // it is loaded during the wait
             if (mine) u = f.affine(feature);
 #if RENORM
             Running of_running;
@@ -200,9 +200,9 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         }
     }
     if (RENORM) __syncwarp();  // all lanes have read the running statistics
-    // What no tile waits for, of all these features, in float64: the letters are still there.
+    // Now compute what no tile waits for, for all these features, in float64: the letters are still there.
     const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
-    const int most = (BLOCK_N - 1) / (int)min(p.parts_in_panels, p.parts_alone) + 1;  // features of a tile
+    const int most = (BLOCK_N - 1) / (int)min(p.parts_in_panels, p.parts_alone) + 1;  // the most features in a share
     const int left = SAVE_DEVIATIONS || tracked ? tiles() * most : 0;
 #pragma unroll 1
     for (int i = lane; i < left; i += 32) {
@@ -222,7 +222,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
             store_vector(f.running_var, f.running_var_code, feature,
                          (1.0 - mu) * rv + mu * (s * s * (all.m2 / (all.rows - 1.0))));
         }
-        if (SAVE_DEVIATIONS) {  // y's slope and unit, as they were published
+        if (SAVE_DEVIATIONS) {  // slope and unit of y must be the published ones
             const GroupStatistics<float> rounded = exchange.statistics<float>(feature);
             const float var = rounded.m2 / rounded.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
             const Affine u = f.affine(feature);

@@ -3,26 +3,26 @@
 #include "sm90/ptx.cuh"
 #include "sm90/wgmma.cuh"
 
-// An operand in a stage, swizzled (wgmma.cuh); its rows are rows of x or features of w. K-major it is one block;
-// MN-major it is [rows / COLUMN][BLOCK_K][128 bytes]. Either way so many rows take 128 bytes each, and whole columns
-// can be split off.
+// An operand in a stage, swizzled (wgmma.cuh); its rows are rows of x or features of w. If it is K-major, it is one
+// block; if it is MN-major, it is [rows / COLUMN][BLOCK_K][128 bytes]. Either way a row takes 128 bytes, and the
+// operand can be divided at whole columns.
 template <bool MN_MAJOR, bool IN_SAMPLES = false>
 struct SmemOperand {
-    static constexpr int BLOCK_BYTES = MN_MAJOR ? BLOCK_K * 128 : 16;  // from column to column; ignored if K-major
-    static constexpr u64 NEXT = (MN_MAJOR ? MMA_K * 128 : 32) / 16;    // what one wgmma's k adds to a descriptor
+    static constexpr int BLOCK_BYTES = MN_MAJOR ? BLOCK_K * 128 : 16;  // from column to column; not used if K-major
+    static constexpr u64 NEXT = (MN_MAJOR ? MMA_K * 128 : 32) / 16;    // added to a descriptor for the k of one wgmma
 
     static __device__ __forceinline__ u64 descriptor(const void* tile) {
         return operand_descriptor(smem(tile), BLOCK_BYTES);
     }
 
-    // Loads ROWS rows from `row` on, at one step of k; with ALL to all CTAs that share the tile. IN_SAMPLES: `limb` is
-    // the sample; the adjacent dimension, rows if MN-major and else k, lies in that.
+    // Loads ROWS rows from `row` on, for one step of k; with ALL, to all CTAs that share the tile. With IN_SAMPLES,
+    // `limb` is the sample; the contiguous dimension (rows if MN-major, else k) then counts within that sample.
     template <int ROWS, bool ALL>
     static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int limb) {
 #pragma unroll
         for (int r = 0; r < (MN_MAJOR ? ROWS : 1); r += COLUMN) {
             const int x = MN_MAJOR ? row + r : step * BLOCK_K, y = MN_MAJOR ? step * BLOCK_K : row;
-            if constexpr (MATRICES == 2)  // both limbs of a step lie next to each other in a row: split_limbs.cu
+            if constexpr (MATRICES == 2)  // the limbs of a step are adjacent in a row: split_limbs.cu
                 tma_load<ALL>(to, map, bar, 0, y, 2 * step + limb);
             else
                 tma_load<ALL, IN_SAMPLES>(to + r * 128, map, bar, x, y, limb);
@@ -32,7 +32,7 @@ struct SmemOperand {
 typedef SmemOperand<W_MN_MAJOR, K_IN_SAMPLES> W;
 typedef SmemOperand<X_MN_MAJOR, CHANNELS_FIRST || K_IN_SAMPLES> X;
 
-// d += w x^T of 32 bytes of k, or d = w x^T where `accumulate` is 0; a and b are descriptors of W and X.
+// d += w x^T over 32 bytes of k, or d = w x^T if `accumulate` is 0; a and b are descriptors of W and X.
 template <int SIZE>
 __device__ __forceinline__ void multiply_add(float (&d)[SIZE], u64 a, u64 b, int accumulate) {
     wgmma<ELEMENT, W_MN_MAJOR, X_MN_MAJOR>(d, a, b, accumulate);

@@ -1,5 +1,5 @@
-// What feeds the consumers: the producer, one thread that loads x and w; and in inference the warps that load
-// constants.
+// The roles that load for the consumers: the producer, one thread that loads x and w, and in inference the warps that
+// load constants.
 #pragma once
 #include "sm90/cta.cuh"
 #include "sm90/operand.cuh"
@@ -13,7 +13,7 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
         const int x_part = X_SHARERS > 1 ? rank / SPLIT_K : 0,
                   w_first = W_SHARERS > 1 ? rank * (BLOCK_N / W_SHARERS) : 0;
         int x_row = (row - rank % SPLIT_K) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / X_SHARERS) : 0);
-        int depth = MATRICES == 2 ? x_part : 0;  // limb or sample
+        int depth = MATRICES == 2 ? x_part : 0;  // number of the limb, or of the sample
         if constexpr (CHANNELS_FIRST) {
             const Samples::Place at = samples().place(row);
             x_row = at.first + x_part * (PRODUCT_M / X_SHARERS), depth = at.sample;
@@ -36,8 +36,8 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
             char* w_tile = sh.stage[s];
-            // With ELEMENT_LIMBS_RS w comes in two parts of 32 of k, or MN-major in four of 32 features. Both limbs
-            // come in one load if no CTAs share w.
+            // With ELEMENT_LIMBS_RS, w is loaded in two parts of 32 of k or, if it is MN-major, in four parts of 32
+            // features. With ELEMENT_LIMBS, one load brings both limbs if no CTAs share w.
             if constexpr (ELEMENT == ELEMENT_LIMBS_RS && W_MN_MAJOR)
                 for (int part = 0; part < BLOCK_N / 32; part++)
                     tma_load<false, false>(w_tile + part * (BLOCK_K * 128), &w_map, &sh.full[s],
@@ -59,19 +59,19 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
     }
 }
 
-// Runs beside the mainloop, once for each run of tiles: it fills one slot while the tiles of the run before read the
-// other.
+// Runs beside the mainloop. For each run of tiles it fills one slot, while the tiles of the run before read the other
+// slot.
 __device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank) const {
     Run run;
     int nth = 0, start = 0;  // the first tile of the run
     for (; has(nth); nth++) {
         const auto [row, block] = tile(nth, rank);
         if (block >= blocks || !run.ends_before(block)) continue;
-        // the run before has begun: nobody reads this slot
+        // wait until the run before has begun: then nobody reads this slot
         for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_BACKOFF);
         start = nth;
 #pragma unroll 1
-        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS) {  // beyond n: any
+        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS) {  // beyond n, any values serve
             const Frozen of = f.frozen(min(block * BLOCK_N + c, (int)n - 1));
             sh.constants[run.number % 2][c] = make_float2(of.a, of.c);
             if constexpr (WITH_LOWS) sh.lows[run.number % 2][c] = __float2bfloat16(of.low);

@@ -3,7 +3,7 @@
 #include "sm90/config.cuh"
 #include "common/tma.cuh"
 
-// volatile: each role reads them again, so that no register holds them across roles
+// volatile: each role reads these numbers again, so that no register holds them across roles
 __device__ __forceinline__ int lane_id() {
     int l;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(l));
@@ -28,9 +28,9 @@ __device__ __forceinline__ u64 now() {
     return t;
 }
 
-// All threads of a cluster wait for each other. Threads of one CTA then see each other's writes. Of another CTA they
-// see only what was fenced for the cluster: the initialised barriers. (A release at cluster scope would cost every warp
-// a GPU fence.)
+// All threads of a cluster wait for each other. Threads of one CTA then see each other's writes. From another CTA they
+// see only the writes that were fenced for the cluster: the initialised barriers. (A release at cluster scope would
+// cost every warp a GPU fence.)
 __device__ __forceinline__ void cluster_begin() {
     __syncthreads();
     if constexpr (CLUSTER_CTAS > 1)
@@ -46,8 +46,8 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Loads a box. With ALL it arrives at the same place, and at the same barrier, in every CTA that shares the tile. The
-// map's third dimension, if it has one, are limbs or samples.
+// Loads a box. With ALL the box goes to the same place, and counts at the same barrier, in every CTA that shares the
+// tile. If the map has a third dimension, it is the limb or the sample.
 #define TMA_LOAD(DIMENSIONS, COORDINATES, MULTICAST, MASK)                                                         \
     asm volatile("cp.async.bulk.tensor." DIMENSIONS                                                                \
                  ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" MULTICAST " [%0], [%1, {" COORDINATES \
@@ -71,20 +71,20 @@ __device__ __forceinline__ void stmatrix_trans(u32 at, u32 a, u32 b, u32 c, u32 
                  : "memory");
 }
 
-// The same as they are: `at` of lane l is where row l % 8 of matrix l / 8 goes.
+// The same without the transposition: `at` of lane l is where row l % 8 of matrix l / 8 goes.
 __device__ __forceinline__ void stmatrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
                  "r"(d)
                  : "memory");
 }
 
-// Counters in shared memory. A warp adds after its writes (release); a warp that has seen the count may read them
-// (acquire).
+// Counters in shared memory. A warp adds 1 after its writes (release); a warp that has seen the count may read what was
+// written (acquire).
 __device__ __forceinline__ void count_up(int* counter) {
     asm volatile("red.release.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
 }
 
-// The same without an order: a hint that it is worth looking.
+// The same without ordering: a hint that it is worth looking.
 __device__ __forceinline__ void hint(int* counter) {
     asm volatile("red.relaxed.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
 }

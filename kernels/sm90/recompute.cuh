@@ -5,9 +5,9 @@
 #include "sm90/consumer.cuh"
 
 struct Recomputer : Consumer {
-    Welford so_far[2] = {};  // over the CTA's tiles
+    Welford so_far[2] = {};  // statistics over the CTA's tiles so far
 
-    // Publishes the statistics over the CTA's tiles; if it `finishes` tiles, it waits for the statistics over all rows.
+    // Publishes the statistics over the CTA's tiles. If `finishes`, it then waits for the statistics over all rows.
     __device__ __forceinline__ void publish_statistics(int part, int block, int lane, bool finishes) {
         mbar_wait(&sh.agreed, 0);
         const u64 launch = sh.launch;
@@ -26,7 +26,7 @@ struct Recomputer : Consumer {
         __syncwarp();
     }
 
-    // Stores y and, with SAVE_DEVIATIONS, deviations, of d = g - removed.
+    // Stores y and, with SAVE_DEVIATIONS, the deviations; d is g - removed.
     __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&removed)[2], int row, int block) const {
         float2 to_y[2];
 #pragma unroll
@@ -50,7 +50,7 @@ struct Recomputer : Consumer {
         store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
     }
 
-    // A warpgroup whose 64 features are beyond n: it publishes zeros, and releases all stages.
+    // For a warpgroup whose 64 features are beyond n: publishes zeros, and releases all stages.
     __device__ __forceinline__ void pass_by(int part, int block) {
         if (block < blocks) publish_statistics(part, block, lane_id(), false);
         for (; has(nth); nth++)
@@ -71,12 +71,12 @@ struct Recomputer : Consumer {
             float sum[ACC];
             int of_w[2];
             make(d, sum, of_w);
-            const int lane = lane_id();  // again: what depends on it must not take registers in the mainloop
+            const int lane = lane_id();  // read again: values that depend on it must not take registers in the mainloop
             if constexpr (BY_LIMBS) {
                 load_exponents(w_exponents, (int)n, block * BLOCK_N + within, of_w);
                 unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
             }
-            float removed[2] = {};  // what has been subtracted from g
+            float removed[2] = {};  // the mean that has been subtracted from g
             if (nth <= last) {
                 const int rows = CHANNELS_FIRST ? samples().rows_of(row) : min((int)m - row * BLOCK_M, BLOCK_M);
                 const int before = CHANNELS_FIRST ? samples().rows_between(own_tiles.first, row) : nth * BLOCK_M;

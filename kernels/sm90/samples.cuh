@@ -5,20 +5,20 @@
 // A tile lies in one sample: x and y are (samples, features, length), so rows beyond a sample are far away. The last
 // tile of each sample may be short.
 struct Samples {
-    int length, each;  // rows of a sample, and its tiles
+    int length, each;  // rows of a sample; tiles of a sample
     u64 of_sample;     // the reciprocal of `each`
-    // MODE_RECOMPUTE: tiles of a part, and how many parts, the first ones, have one more. Neighbouring tiles make a part.
+    // MODE_RECOMPUTE: neighbouring tiles make a part. A part has of_part tiles; the first `longer` parts have one more.
     int of_part, longer;
 
     struct Place {
-        int sample, first;  // of a tile: its sample, and its first row in that
+        int sample, first;  // of a tile: its sample, and its first row in the sample
     };
     __device__ __forceinline__ Place place(int tile) const {
         const int sample = quotient(tile, of_sample);
         return {sample, (tile - sample * each) * BLOCK_M};
     }
     __device__ __forceinline__ int rows_of(int tile) const { return min(length - place(tile).first, BLOCK_M); }
-    // rows of all tiles before this one; of all there are for the tile after the last
+    // rows of all tiles before this one; for the number after the last tile, all rows
     __device__ __forceinline__ int rows_before(int tile) const {
         const Place at = place(tile);
         return at.sample * length + at.first;

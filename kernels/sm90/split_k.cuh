@@ -1,19 +1,19 @@
 // Split k: the CTAs of a cluster have SPLIT_K tiles, one below the other. Each CTA multiplies all of them over its own
-// range of k. Its partial sums of a tile then go to the CTA that has this tile, through distributed shared memory (a
-// reduce-scatter).
+// range of k. It then sends its partial sums of each tile to the CTA that has this tile, through distributed shared
+// memory (a reduce-scatter).
 //
-// A thread sends the elements of its accumulator to the thread with the same number in the other CTA, which works on
-// the same two features. The elements of each 8 rows (j, accumulator.cuh) are 16 bytes; BLOCK_M / 8 of these are one
-// tile's. They arrive in the memory of the pipeline, as [part][BLOCK_M / 8][CONSUMERS] of 16 bytes, once the wgmmas of
-// the CTA have read all stages. A CTA receives, and sends, 512 PRODUCT_M bytes, its own part included; the minimum is
-// (SPLIT_K - 1) / SPLIT_K of it.
+// A thread sends elements of its accumulator to the thread with the same number in the other CTA, which works on the
+// same two features. The elements of every 8 rows (j, accumulator.cuh) are 16 bytes, and a tile has BLOCK_M / 8 of
+// these. They arrive in the pipeline's memory, as [part][BLOCK_M / 8][CONSUMERS] of 16 bytes, after the CTA's wgmmas
+// have read all stages. A CTA receives and sends 512 PRODUCT_M bytes, including its own part; the minimum is (SPLIT_K -
+// 1) / SPLIT_K of that.
 #pragma once
 #include "sm90/cta.cuh"
 
-constexpr int SENT_BYTES = PRODUCT_ACC * 4 * CONSUMERS;  // to each CTA, by all
+constexpr int SENT_BYTES = PRODUCT_ACC * 4 * CONSUMERS;  // bytes that all CTAs together send to each CTA
 static_assert(SPLIT_K == 1 || SENT_BYTES <= STAGES * STAGE_BYTES, "the pipeline holds what is sent");
 
-// Called by all consumers of the cluster, with no wgmma in flight. `of_all` are sums over this CTA's range of k; d
+// All consumers of the cluster call this, with no wgmma in flight. `of_all` has the sums over this CTA's range of k; d
 // becomes the sums over all of k. Parts are added in the order of their numbers, so that the bits are always the same.
 __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float (&of_all)[PRODUCT_ACC],
                                                float (&d)[ACC]) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 8; j++)
 #pragma unroll
-        for (int part = 0; part < SPLIT_K; part++) {  // in turn, so that all CTAs receive at the same time
+        for (int part = 0; part < SPLIT_K; part++) {  // alternate, so that all CTAs receive at the same time
             const float* e = of_all + Accumulator::at(part * (BLOCK_M / 8) + j, 0, 0);
             send(place(rank % SPLIT_K, j), e[0], e[1], e[2], e[3], &sh.summed, first + part);
         }

@@ -1,14 +1,15 @@
-// The caller's per-feature arguments; the statistics of a feature over the rows of one tile, and merged over all rows.
+// The caller's per-feature arguments, and the statistics of a feature: over the rows of one tile, and merged over all
+// rows.
 #pragma once
 #include "common/renorm.cuh"
 #include "sm90/accumulator.cuh"
 #include "sm90/samples.cuh"
 #include "sm90/words.cuh"
 
-struct Affine {  // of one feature
+struct Affine {  // the arguments of one feature
     float scale, gamma, beta;
 
-    // a of y = a (g - mean) + beta; correct at scale = 0, too
+    // a of y = a (g - mean) + beta; also correct if scale is 0
     __device__ float slope(float var, float eps) const {
         return multiply_no_ftz(gamma, scale) / sqrtf(fmaf(scale * scale, var, eps));
     }
@@ -16,14 +17,16 @@ struct Affine {  // of one feature
     __device__ double shift() const { return 0.0; }
 };
 
-// Of y = (a g + c) + low with the running statistics. `low`, by limbs alone, makes up for the rounding of a and c at the
-// g for which z is the running mean: there a g and c cancel, and these errors are common to all rows.
+// The constants of y = (a g + c) + low, from the running statistics. `low`, which only limbs use, corrects the rounding
+// of a and c, at the g for which z is the running mean: there a g and c cancel, and their rounding errors are the same
+// in all rows.
 struct Frozen {
     float a, c, low;
 };
 
 #if RENORM
-// What the correction of a feature (common/renorm.cuh) needs of its running statistics, before they are updated.
+// The numbers that the correction of a feature (common/renorm.cuh) takes from its running statistics, before they are
+// updated.
 struct Running {
     float distance = 0.f, sigma = 1.f;  // s b - running_mean; sigma'
 
@@ -32,7 +35,7 @@ struct Running {
         : distance(fmaf(u.scale, b, -mean)), sigma(sqrtf(var + eps)) {}
 };
 
-// With its correction: beta is the offset of y, and the slope has the ratio.
+// A feature's arguments with the correction applied: beta is the offset of y, and slope() includes the ratio.
 struct Corrected : Affine {
     Correction<float> by;
 
@@ -96,7 +99,7 @@ struct Features {  // the caller's per-feature arguments
 
 // Mean and M2 of a feature over the tiles so far, merged tile by tile (Welford's algorithm, by Chan's formula).
 struct Welford {
-    // the mean is high + low: neither a large mean nor a first tile unlike the others costs digits
+    // the mean is high + low: no digits are lost if the mean is large or the first tile is unlike the others
     float high, low, m2;
 
     __device__ __forceinline__ void merge(float mean, float of_tile, int rows_before, int rows) {
@@ -110,15 +113,15 @@ struct Welford {
     __device__ __forceinline__ float mean() const { return high + low; }
 };
 
-// The m rows of a feature in parts: mean and M2 of each are published. Part i has the tiles i, i + count, ... The CTA
-// that publishes part i of a block of features merges the features [i share, (i + 1) share) of this block. `lanes`
-// neighbouring lanes merge a feature: a power of two, with lanes * share <= 32.
+// How the m rows of a feature are divided into parts; mean and M2 of each part are published. Part i has the tiles i, i
+// + count, ... The CTA that publishes part i of a block of features merges the features [i share, (i + 1) share) of
+// this block. `lanes` neighbouring lanes merge one feature; `lanes` is a power of two, and lanes * share <= 32.
 struct RowParts {
     int count, m;
     int last;                  // the part with the last tile, the only one that may be short
     float before, at, beyond;  // rows of each part before `last`, of `last`, and of each after it
 #if CHANNELS_FIRST
-    Samples samples;  // which alone tell the rows of a part
+    Samples samples;  // here they determine the rows of a part
 #endif
 
     __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
@@ -135,7 +138,7 @@ struct RowParts {
     }
 };
 
-// Where (mean, M2) of the parts of one feature are: in the workspace, perhaps not yet written;
+// Where (mean, M2) of the parts of one feature lie: in the workspace, perhaps not yet written,
 struct Published {
     const Word* words;
     u64 launch;
@@ -162,16 +165,16 @@ struct Gathered {
 
 // Mean and M2 of one feature over all parts. `lanes` neighbouring lanes share a feature; lane `member` reads the parts
 // member, member + lanes, ..., with BATCH words in flight. All lanes of a warp call it together. It adds in float32
-// about a pivot, the mean of the first part: deviations are then as small as the data allow, and a sum of a few hundred
-// terms of similar size, most of it a tree, loses a bit or two of 24. (Measured: no worse than float64, each of whose
-// instructions costs the tensor core tens of cycles.) If the first part is unlike the others, pivot and shift cancel:
-// the second pass adds up what is left about their sum.
+// about a pivot, the mean of the first part. Deviations from the pivot are as small as the data allow, and a sum of a
+// few hundred terms of similar size, which is mostly a tree, loses a bit or two of 24. (Measured: this is no worse than
+// float64, where each instruction costs the tensor core tens of cycles.) If the first part is unlike the others, pivot
+// and shift cancel: the second pass therefore adds the rest about pivot + shift.
 template <typename Source>
 __device__ __forceinline__ void merge_feature(const Source& source, const RowParts& parts, int member, int lanes,
                                               float& mean, float& m2) {
     constexpr int BATCH = 4;  // eight were slower
     const int count = parts.count;
-    const float inverse = 1.f / (float)parts.m;  // now: once all parts are there, it would delay what waits for them
+    const float inverse = 1.f / (float)parts.m;  // divide before the wait: after it, others would wait for this
     float2 part[BATCH];
     float pivot, sum = 0.f;
     m2 = 0.f;
@@ -196,7 +199,7 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
 #pragma unroll 1
     for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
     const float shift = sum * inverse, near = pivot + shift;
-    float rest = 0.f;  // of the mean about `near`, times m
+    float rest = 0.f;  // m times (the mean minus `near`)
 #pragma unroll 1
     for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
         if (count > BATCH * lanes) {  // otherwise part still holds them all
@@ -222,9 +225,9 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
     mean = near + rest * inverse;
 }
 
-// The sum of the thread's elements of feature h in COUNT blocks of eight rows from FIRST on, by a tree of halves. A
-// power of two of equal numbers adds up without rounding: so a constant feature gets its exact mean and no variance,
-// however large it is.
+// Adds the thread's elements of feature h in COUNT blocks of eight rows, from block FIRST on, as a binary tree. If the
+// number of terms is a power of two, equal numbers are added without rounding. So a constant feature gets its exact
+// mean and variance 0, however large it is.
 template <int FIRST, int COUNT>
 __device__ __forceinline__ float sum_by_halves(const float (&d)[ACC], int h) {
     if constexpr (COUNT == 1)
@@ -251,7 +254,7 @@ __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, floa
     }
     if (rows < BLOCK_M) {
         float rest[2] = {};
-        // The sum of a number of rows that is no power of two was rounded: subtract the mean that is left, too.
+        // If the number of rows is not a power of two, the sum was rounded: also subtract the mean that is left.
 #pragma unroll 1
         for (int again = 0; again < 2; again++) {
 #pragma unroll

@@ -1,16 +1,17 @@
 // Hopper's tensor core: the instructions (wgmma), their order, and how an operand lies in shared memory. No kernels.
-// accumulator.cuh says how a result lies in registers. All that issues wgmma includes this file: a port replaces it.
+// accumulator.cuh says how a result lies in registers. All code that issues wgmma includes this file: a port replaces
+// it.
 //
-// An operand lies in shared memory with the 128-byte swizzle: in blocks that start on 1024 bytes, of rows of 128 bytes,
-// the 16 bytes with number p of row r being stored at number p ^ r % 8.
+// An operand lies in shared memory with the 128-byte swizzle: in blocks that start on 1024 bytes and have rows of 128
+// bytes. Piece p (16 bytes) of row r is stored at place p ^ r % 8.
 //   K-major     a row holds 128 bytes of k, and a block has all rows of the product
 //   MN-major    a row holds one k and 128 bytes of the product's rows, and a block has all of k
 #pragma once
 #include "common/elements.cuh"
 #include "sm90/accumulator.cuh"
 
-// The descriptor of an operand at shared-memory address `at`. MN-major, blocks are `block_bytes` apart; K-major there
-// is one block, and the number is ignored.
+// The descriptor of an operand at shared-memory address `at`. If it is MN-major, its blocks are `block_bytes` apart. If
+// it is K-major, it is one block, and `block_bytes` is ignored.
 __device__ __forceinline__ unsigned long long operand_descriptor(unsigned at, int block_bytes) {
     using u64 = unsigned long long;
     return (u64)((at & 0x3FFFF) >> 4) | (u64)(block_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
@@ -26,7 +27,7 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The accumulators as operands of asm, and their numbers in its text, of which they are the first.
+// The accumulators as operands of asm, and their numbers in its text: they are the first operands.
 #define D8(i)                                                                                                   \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
@@ -45,8 +46,8 @@ __device__ __forceinline__ void wgmma_wait() {
     "%121, %122, %123, %124, %125, %126, %127"
 #define AND ,
 
-// d += a b^T, or d = a b^T where `accumulate` is 0. a has 64 rows and b 2 SIZE; both are descriptors of 32 bytes of k,
-// the elements being of ELEMENT_TYPE (an ELEMENT_; of limbs, float16). TF32 operands must be K-major.
+// d += a b^T, or d = a b^T where `accumulate` is 0. a has 64 rows and b 2 SIZE; both are descriptors of 32 bytes of k.
+// The elements have type ELEMENT_TYPE (an ELEMENT_ value; limbs are float16). TF32 operands must be K-major.
 #define WGMMA_SS(N, TYPES, D, A, B, ACCUMULATE, MAJORS, OUTPUTS)                                                   \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES \
                  "{" D "}, " A ", " B ", p, 1, 1" MAJORS ";\n}"                                                    \
@@ -76,9 +77,9 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], unsigned long long a, un
     }
 }
 
-// The same of float16 with a in registers ("RS") and b K-major. Of a's 64 rows by 16 of k a lane has rows lane / 4 and
-// lane / 4 + 8 of its warp's 16: a[0] is the first of these at k = 2 (lane % 4) and the next k, a[1] the second one;
-// a[2] and a[3] are the same at k + 8.
+// The same for float16, with a in registers ("RS") and b K-major. a has 64 rows by 16 of k; each warp has 16 of these
+// rows. A lane has rows lane / 4 and lane / 4 + 8 of its warp: a[0] is the first row at k = 2 (lane % 4) and the next
+// k, a[1] is the second row; a[2] and a[3] are the same at k + 8.
 #define WGMMA_RS(N, D, A, B, ACCUMULATE, OUTPUTS)                                                                 \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE                                                   \
                  ", 0;\n"                                                                                         \
@@ -102,8 +103,8 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[SIZE], const unsigned (&a)[4
 #undef NO_MAJORS
 #undef AND
 
-// What mma and wgmma_rs take of 16 rows and 32 bytes of each: four matrices of 8 rows of 16 bytes. Lane l points at row
-// l % 8 of matrix l / 8.
+// Loads operand a of mma and wgmma_rs: 16 rows of 32 bytes, as four matrices of 8 rows of 16 bytes. `row` of lane l is
+// row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(unsigned (&a)[4], const uint4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])

@@ -1,4 +1,4 @@
-// How CTAs communicate through the workspace: a word is two floats and the number of the launch that wrote them. And
+// How CTAs communicate through the workspace, in words of two floats and the number of the launch that wrote them, and
 // how all CTAs agree on this number.
 #pragma once
 #include "sm90/ptx.cuh"
@@ -30,9 +30,9 @@ __device__ __forceinline__ float2 await(const Word* word, u64 launch, int backof
     return make_float2(w.x, w.y);
 }
 
-constexpr bool TWO_WORDS = SAVE_DEVIATIONS && (IN_UNITS || RENORM);  // of a feature in `merged`
+constexpr bool TWO_WORDS = SAVE_DEVIATIONS && (IN_UNITS || RENORM);  // a feature has two words in `merged`
 
-struct Merged {  // of one feature, over all rows
+struct Merged {  // the results for one feature, over all rows
     float mean, a, unit;
 #if RENORM
     float offset;
@@ -42,8 +42,8 @@ struct Merged {  // of one feature, over all rows
 #endif
 };
 
-// merged is [TWO_WORDS ? 2 : 1][features]: (mean, a), and where units are not all 1, or the offset is not beta, (unit,
-// offset).
+// `merged` is [TWO_WORDS ? 2 : 1][features]. The first row holds (mean, a). There is a second row, (unit, offset), if
+// units may differ from 1 or the offset from beta.
 __device__ __forceinline__ Merged await_merged(const Word* merged, size_t features, size_t feature, u64 launch) {
     const float2 all = await(merged + feature, launch);
 #if RENORM
@@ -62,16 +62,16 @@ __device__ __forceinline__ u64 later_than(u64 time) {
     return t;
 }
 
-// Agrees on a number for this launch: a time within the launch, which no earlier user of the workspace can have left in
-// it. `epoch` is [1 + CTAs]: the number, and a report from each CTA. One warp of every CTA calls it; lane 0 returns the
-// number.
+// Agrees on a number for this launch: a time within the launch, which no earlier user of the workspace can have left
+// there. `epoch` is [1 + CTAs]: the number, then a report from each CTA. One warp of every CTA calls this; lane 0
+// returns the number.
 //
 // Each CTA reports the time, again and again, until it sees a number later than its own start. CTA 0 waits until every
-// other CTA has reported a time later than CTA 0's own start: such a report is of this launch. Then it takes a time
-// later than any report, which is later than the start of any CTA. Whatever else lies in `epoch` is earlier than this
-// launch, or in the future, and is ignored. Every comparison is strict, so that a number left behind at a CTA's start
-// does not pass, however coarse the timer is. Reports have release order: on return CTA 0 sees all that the CTAs did
-// before the call.
+// other CTA has reported a time later than CTA 0's own start: such a report belongs to this launch. Then CTA 0 takes as
+// the number a time later than any report, and so later than the start of any CTA. Anything else in `epoch` is earlier
+// than this launch, or in the future, and is ignored. Every comparison is strict: an old number that equals the start
+// of a CTA does not pass, however coarse the timer is. Reports are releases: when CTA 0 returns, it sees everything
+// that the CTAs did before the call.
 __device__ __forceinline__ u64 agree_on_number(u64* epoch, int lane) {
     const u64 start = now();
     u64 number;
@@ -80,7 +80,7 @@ __device__ __forceinline__ u64 agree_on_number(u64* epoch, int lane) {
         for (int cta = 1 + lane; cta < gridDim.x; cta += 32) {
             u64 report;
             do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(report) : "l"(epoch + 1 + cta) : "memory");
-            while (report <= start || report >= now());  // so now() is later than any report, whatever the clocks' skew
+            while (report <= start || report >= now());  // so now() is later than any report, even if clocks differ
         }
         __syncwarp();
         number = later_than(start);
