@@ -161,7 +161,8 @@ def call(
     """Compute `linear_batch_norm`; `state` has the statistics, `options` (training, momentum, eps, precision, gemm)."""
     if residual is not None:
         checked_activation(activation)
-        check_residual(residual, x, weight)
+        if x.dim() > 1 and weight.dim() > 1:  # else the call below raises an error
+            check_residual(residual, (x.shape[0], weight.shape[0], *x.shape[2:]), x.device)
         of_u = x, weight, bias, scale, gamma, beta, state, options, None, process_group, renorm, groups
         return added(call(*of_u), residual, activation)
     if groups.__class__ is not int or groups != 1:

@@ -18,6 +18,7 @@ from ._function import check_features, require_tensors
 from ._ghosts import GhostBatchNorm1d
 from ._groups import check_group
 from ._modules import SyncBatchNorm, are_plain, fused
+from ._residual import check_residual
 from ._renorm import BatchRenorm1d
 
 
@@ -239,7 +240,8 @@ class LinearBatchNorm1d(nn.Module):
         if are_plain(x, linear, norm):
             return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm, residual)
         if isinstance(x, Proxy) and x.tracer.root is not self:  # one node for torch.fx, as for PyTorch's modules
-            node: Any = x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
+            inputs = (x,) if residual is None else (x, residual)
+            node: Any = x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), inputs, {})
             return cast(Tensor, node)
         if not isinstance(x, Proxy):
             require_tensors(x=x)
@@ -247,7 +249,10 @@ class LinearBatchNorm1d(nn.Module):
             check_features(x, linear.in_features)
         z = linear(x.transpose(1, 2) if x.dim() == 3 else x)
         z = z if scale is None else z * scale
-        y = norm(z.transpose(1, 2) if x.dim() == 3 else z)
+        z = z.transpose(1, 2) if x.dim() == 3 else z
+        if not (residual is None or isinstance(x, Proxy) or torch.jit.is_tracing()):
+            check_residual(residual, z.shape, z.device)
+        y = norm(z)
         y = y if residual is None else y + residual
         return y if self.activation is None else module_of(self.activation)(y)
 

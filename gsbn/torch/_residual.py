@@ -18,17 +18,16 @@ from ._again import apart
 from ._autograd import goes_again, is_watched
 
 
-def check_residual(residual: Any, x: Any, weight: Any) -> None:
-    """Raise unless the residual has y's shape and device."""
+def check_residual(residual: Any, expected: Any, device: Any) -> None:
+    """Raise unless the residual has the expected shape, that of y, and y's device."""
     if not isinstance(residual, torch.Tensor):
         raise TypeError(f"residual: expected a torch.Tensor, got {shown(residual)}")
     if not residual.is_floating_point():
         raise TypeError(f"residual: expected a floating dtype, got {residual.dtype}")
-    expected = (x.shape[0], weight.shape[0], *x.shape[2:]) if x.dim() > 1 and weight.dim() > 1 else residual.shape
     if residual.shape != expected:
         raise ValueError(f"residual: expected shape {tuple(expected)}, got {tuple(residual.shape)}")
-    if residual.device != x.device:
-        raise ValueError(f"residual: expected x's device {x.device}, got {residual.device}")
+    if residual.device != device:
+        raise ValueError(f"residual: expected x's device {device}, got {residual.device}")
 
 
 def added(u: Any, residual: Any, activation: Any) -> Any:

@@ -290,6 +290,29 @@ def test_a_layer_that_is_not_plain(device: str) -> None:
     assert tangent.shape == want.shape
 
 
+class Block(nn.Module):
+    """A residual block, y = x + layer, whose last layer adds the residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, _ = pair(activation="relu")
+        self.last = gsbn.torch.LinearBatchNorm1d(O, I, activation="relu").double()
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.first(x), x)
+
+
+def test_programs_keep_the_residual() -> None:
+    """torch.fx takes each layer for one module with two inputs; a trace and an export record the sum."""
+    model, x = Block().eval(), batch()
+    want = model(x)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["first", "last"]
+    for program in (traced, torch.jit.trace(model, x), torch.export.export(model, (x,)).module()):
+        torch.testing.assert_close(program(2 * x), model(2 * x))
+        torch.testing.assert_close(program(x), want)
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
@@ -354,6 +377,12 @@ def test_errors(residual: Any, error: type[Exception], message: str) -> None:
             torch.ones(B, I), torch.ones(O, I), training=True, activation="tanh", residual=torch.ones(B, O), **state
         )
     assert not mean.any()
+    layer = gsbn.torch.LinearBatchNorm1d(I, O)
+    for _ in ("fused", "by its modules"):
+        with pytest.raises(error, match=message):
+            layer(torch.ones(B, I), residual)
+        assert not layer.norm.running_mean.any()
+        layer.norm.register_forward_hook(lambda *a: None)
 
 
 def test_hooks_on_saved_tensors_that_return_something_else(device: str, fuses: bool) -> None:
