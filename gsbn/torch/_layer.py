@@ -18,8 +18,8 @@ from ._function import check_features, require_tensors
 from ._ghosts import GhostBatchNorm1d
 from ._groups import check_group
 from ._modules import SyncBatchNorm, are_plain, fused
-from ._residual import check_residual
 from ._renorm import BatchRenorm1d
+from ._residual import check_residual
 
 
 class LinearBatchNorm1d(nn.Module):
