@@ -11,11 +11,10 @@ from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import Kind, kinds_of
 from ._host.call import matrix_of
-from ._host.run import Arrays, Checked, Operation, Options, Views, call, checked
+from ._host.run import Arrays, Checked, Operation, Options, Views, call, checked, limited_at
 from ._plan.backward_products import plan_product
 from ._plan.program import Program
 from ._typing import A, AnyArray, Array, Gemm, Precision
-from ._values import sms_within
 
 ARRAYS = ("a", "b")
 
@@ -101,12 +100,6 @@ def _result(kind: Kind, arrays: Arrays, options: Options, found: Checked | None,
     return kind.empty((a.shape[0], b.shape[1]), a) if found is None else made[0]
 
 
-def _within(options: Options, held: int) -> Options:
-    """The options with `sms` limited to `held`."""
-    precision, gemm, sms = options
-    return precision, gemm, sms_within(sms, held)
-
-
 @np.errstate(all="ignore")
 def _on_cpu(kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any) -> Any:
     checked(MATMUL, kind, arrays, options, read_only)
@@ -128,5 +121,5 @@ MATMUL = Operation(
     program=_program,
     result=_result,
     on_cpu=_on_cpu,
-    within=_within,
+    within=limited_at(2),
 )

@@ -19,6 +19,14 @@ def matrix_of(name: str, a: ArrayLike, dtype: DTypeLike, columns: int | None = N
     return matrix
 
 
+def rows_of(name: str, a: ArrayLike, dtype: DTypeLike, rows: int, features: int) -> Array:
+    """``a`` as `matrix_of` returns it; raise unless it has y's shape, (rows, features)."""
+    made = matrix_of(name, a, dtype, columns=features)
+    if len(made) != rows:
+        raise ValueError(f"{name}: expected shape {(rows, features)}, got {made.shape}")
+    return made
+
+
 def vector_of(name: str, a: ArrayLike, dtype: DTypeLike, features: int) -> Array:
     """A copy of ``a`` in ``dtype``."""
     vector: Array = np.array(a, dtype)

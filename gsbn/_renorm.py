@@ -77,3 +77,29 @@ def ratio_and_shift(limits: Any, mean: Any, sigma: Any, running_mean: Any, runni
     r_max, d_max = limits
     r = np.clip(sigma / running_sigma, 1 / r_max, r_max)
     return r, np.clip((mean - running_mean) / running_sigma, -d_max, d_max)
+
+
+def correction_of(
+    renorm: Any,
+    batches: int | None,
+    mean: Any,
+    sigma: Any,
+    old_mean: Any,
+    old_var: Any,
+    eps: float,
+) -> tuple[Any, Any]:
+    """ρ and δ of `gsbn.reference`, which are r and d of `Renorm`, (O,) each; 1 and 0 without `renorm`.
+
+    `batches` is the count before this batch. Raises a ValueError that names what is missing.
+    """
+    if renorm is None:
+        return 1, 0
+    if old_mean is None or old_var is None:
+        raise ValueError("running_mean: expected the running statistics with renorm, got None")
+    given = renorm if isinstance(renorm, tuple) else (*np.asarray(renorm, np.float64), 0)
+    *limits, warmup = renorm_of(given)
+    if warmup and batches is None:
+        raise ValueError("num_batches_tracked: expected a count with renorm's warmup, got None")
+    if batches is not None and warmup > max(batches, 0):
+        limits = list(OFF)
+    return ratio_and_shift(limits, mean, sigma, old_mean, np.sqrt(old_var + eps))

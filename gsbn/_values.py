@@ -54,6 +54,21 @@ def ghost_count(value: Any, batch: int | None = None) -> None:
         raise ValueError(f"groups: expected a divisor of the batch size {batch}, got {value}")
 
 
+def next_count(count: int, momentum: float | None) -> int:
+    """The count of batches after this one; raise if it would overflow int64 or, for an average, be below 1."""
+    if count >= 2**63 - 1:
+        raise ValueError(f"num_batches_tracked: expected a count below 2⁶³ − 1, got {count}")
+    if momentum is None and count < 0:
+        raise ValueError(f"num_batches_tracked: expected a count of at least 0 with momentum=None, got {count}")
+    return count + 1
+
+
+def raised_count(count: int, momentum: float | None, batches: int) -> int:
+    """The count after so many batches; raise as `next_count`."""
+    next_count(count, momentum)
+    return next_count(count + int(batches) - 1, momentum)
+
+
 def sms_within(value: Any, held: int) -> int:
     """The number of SMs of a call that asks for `value` where it has `held`; raises as `sm_count`."""
     sm_count(value)

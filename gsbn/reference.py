@@ -46,10 +46,11 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ._activations import activation_of
 from ._arrays.check import checked_activation
 from ._arrays.check import needs as checked_needs
-from ._operands import affine_of, count_of, matrix_of, statistics_of, vector_of
-from ._renorm import OFF, Renorm, ratio_and_shift, renorm_of
+from ._operands import affine_of, count_of, matrix_of, rows_of, statistics_of, vector_of
+from ._renorm import Renorm, correction_of
+from ._rounding import round_to
 from ._typing import A_co, Activation, NamedTuple
-from ._values import ghost_count
+from ._values import ghost_count, next_count, raised_count
 
 __all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]
 
@@ -145,7 +146,7 @@ def forward(
     s, b, gamma, beta = affine_of(features, dtype, scale, bias, gamma, beta)
     old_mean, old_var = statistics_of(features, dtype, running_mean, running_var)
     count = None if num_batches_tracked is None else count_of(num_batches_tracked)
-    h = None if residual is None else _rows_of("residual", residual, dtype, rows, features)
+    h = None if residual is None else rows_of("residual", residual, dtype, rows, features)
 
     if not training:
         if old_mean is None or old_var is None:
@@ -186,7 +187,7 @@ def forward(
     mean += rest
     var = np.einsum("ij,ij->j", d, d) / rows
     sigma = np.sqrt(s * s * var + eps)
-    ratio, shift = _correction_of(renorm, count, s * (mean + b), sigma, old_mean, old_var, eps)
+    ratio, shift = correction_of(renorm, count, s * (mean + b), sigma, old_mean, old_var, eps)
     d *= gamma * s / sigma * ratio
     d += beta if renorm is None else gamma * shift + beta
     d += 0 if h is None else h
@@ -202,21 +203,6 @@ def forward(
     new_mean = (1 - momentum) * old_mean + momentum * (s * (mean + b))
     new_var = (1 - momentum) * old_var + momentum * (s * s * var * rows / (rows - 1))
     return Forward(d, mean, var, new_mean, new_var, count)
-
-
-def next_count(count: int, momentum: float | None) -> int:
-    """The count of batches after this one; raise if it would overflow int64 or, for an average, be below 1."""
-    if count >= 2**63 - 1:
-        raise ValueError(f"num_batches_tracked: expected a count below 2⁶³ − 1, got {count}")
-    if momentum is None and count < 0:
-        raise ValueError(f"num_batches_tracked: expected a count of at least 0 with momentum=None, got {count}")
-    return count + 1
-
-
-def raised_count(count: int, momentum: float | None, batches: int) -> int:
-    """The count after so many batches; raise as `next_count`."""
-    next_count(count, momentum)
-    return next_count(count + int(batches) - 1, momentum)
 
 
 class _Gradients(NamedTuple, Generic[A_co]):
@@ -326,8 +312,8 @@ def backward(
     x = matrix_of("x", x, dtype)
     weight = matrix_of("weight", weight, dtype, columns=x.shape[1])
     rows, features = len(x), len(weight)
-    dy = _rows_of("dy", dy, dtype, rows, features)
-    h = np.zeros_like(dy) if residual is None else _rows_of("residual", residual, dtype, rows, features)
+    dy = rows_of("dy", dy, dtype, rows, features)
+    h = np.zeros_like(dy) if residual is None else rows_of("residual", residual, dtype, rows, features)
     s, b, gamma, beta = affine_of(features, dtype, scale, bias, gamma, beta)
     old_mean, old_var = statistics_of(features, dtype, running_mean, running_var)
     if training and rows == 1:
@@ -358,7 +344,7 @@ def backward(
         count = max(rows, 1)
         sigma = np.sqrt(s * s * np.einsum("ij,ij->j", d, d) / count + eps)
         batches = None if num_batches_tracked is None else count_of(num_batches_tracked)
-        ratio, shift = _correction_of(renorm, batches, s * (mean + rest + b), sigma, old_mean, old_var, eps)
+        ratio, shift = correction_of(renorm, batches, s * (mean + rest + b), sigma, old_mean, old_var, eps)
         r = 1 / sigma
         dy_d = ratio * np.einsum("ij,ij->j", dy, d)
         dg = gamma * s * r * (ratio * (dy - dy_sum / count) - d * (s * s * r * r * dy_d / count))
@@ -433,48 +419,6 @@ def fold(
     return weight * (gamma_r * s)[:, None], gamma_r * (s * b - mean) + beta
 
 
-@np.errstate(all="ignore")
-def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
-    """Convert ``a`` to another floating dtype, with one rounding to nearest even; overflow gives infinity, no warning.
-
-    Parameters
-    ----------
-    a : array_like
-        Numbers in float64 or ``np.longdouble``.
-    dtype : dtype
-        float64, float32, float16 or ``ml_dtypes.bfloat16``.
-
-    Returns
-    -------
-    array of ``dtype``
-
-    Notes
-    -----
-    To convert float64 to bfloat16, ``ml_dtypes`` first rounds to float32; to convert ``longdouble`` to float16, NumPy
-    first rounds to float64. Two roundings can give a wrong result (``1 + 2⁻⁸ + 2⁻⁴⁰`` would become 1). This function
-    converts to a 16-bit dtype through a float32 that is rounded *to odd*: truncated, with the last bit set if
-    the value was not exact. Such a float32 is halfway between two numbers of the 16-bit dtype only if ``a`` is (Boldo
-    and Melquiond 2008: two more bits than the target suffice).
-    """
-    a, dtype = np.asarray(a), np.dtype(dtype)
-    if dtype.itemsize > 2:
-        return a.astype(dtype)
-    odd = a.astype(np.float32)
-    inexact = odd != a
-    np.nextafter(odd, np.float32(0), out=odd, where=np.abs(odd) > np.abs(a))
-    bits = odd.view(np.uint32)
-    bits |= inexact
-    return odd.astype(dtype)
-
-
-def _rows_of(name: str, a: ArrayLike, dtype: DTypeLike, rows: int, features: int) -> Array:
-    """An array of y's shape."""
-    made = matrix_of(name, a, dtype, columns=features)
-    if len(made) != rows:
-        raise ValueError(f"{name}: expected shape {(rows, features)}, got {made.shape}")
-    return made
-
-
 def _ghost_batches(a: Array, groups: int, renorm: Any) -> list[Array]:
     """The rows of each ghost batch."""
     if renorm is not None:
@@ -483,26 +427,3 @@ def _ghost_batches(a: Array, groups: int, renorm: Any) -> list[Array]:
     if len(a) == groups:
         raise ValueError(f"groups: expected at least 2 rows in each ghost batch, got {groups} of {groups} rows")
     return np.split(a, groups)
-
-
-def _correction_of(
-    renorm: Any,
-    batches: int | None,
-    mean: Array,
-    sigma: Array,
-    old_mean: Array | None,
-    old_var: Array | None,
-    eps: float,
-) -> tuple[Any, Any]:
-    """ρ and δ, which are r and d of `Renorm`; `batches`: the count before this batch."""
-    if renorm is None:
-        return 1, 0
-    if old_mean is None or old_var is None:
-        raise ValueError("running_mean: expected the running statistics with renorm, got None")
-    given = renorm if isinstance(renorm, tuple) else (*np.asarray(renorm, np.float64), 0)
-    *limits, warmup = renorm_of(given)
-    if warmup and batches is None:
-        raise ValueError("num_batches_tracked: expected a count with renorm's warmup, got None")
-    if batches is not None and warmup > max(batches, 0):
-        limits = list(OFF)
-    return ratio_and_shift(limits, mean, sigma, old_mean, np.sqrt(old_var + eps))

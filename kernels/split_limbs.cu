@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     });
 }
 
-// ---- MN-major operands: the limbs of a matrix's transpose, and of the matrix itself ----------------------------------
+// ---- MN-major operands: the limbs of a matrix's transpose, and of the matrix itself ---------------------------------
 //
 // The products of the backward sum over rows, so it needs limbs of transposed matrices; of dg it needs both kinds. A
 // launch takes up to three matrices (m, n), row pitch lda. take_maxima runs first (it reads 4 bytes for each element):

@@ -1,6 +1,5 @@
 """backward, its two halves for autograd, and the gradient of a residual."""
 
-from .activate import add_and_activate as add_and_activate
 from .activate import before_kept as before_kept
 from .backward import BACKWARD_CHANNELS_FIRST as BACKWARD_CHANNELS_FIRST
 from .backward import How as How

@@ -1,19 +1,16 @@
-"""The elementwise operations of a forward with a residual: y = f(u + residual), and the gradient before f."""
+"""The launch of its own that makes the gradient before an activation, which is that of a residual: dv = dy f'(v)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from .. import _cpu, _plan
 from .._arrays import check
 from .._arrays.kinds import Kind, kinds_of
-from .._host.call import matrix_of
-from .._host.run import ANY, Arrays, Checked, Operation, Options, Views, call
+from .._host.call import elementwise, matrix_of
+from .._host.run import ANY, Arrays, Checked, Operation, Options, Views, call, limited_at
 from .._plan.program import Program
 from .._saved import Saved, check_versions
-from .._values import sms_within
 
 
 def before_activation(dy: Any, saved: Saved, sms: int | None = None, limits: _plan.Limits = ANY) -> Any:
@@ -26,65 +23,6 @@ def before_kept(dy: Any, kept: Any, activation: Any) -> Any:
     """`before_activation` from the array that autograd kept."""
     return call(ACTIVATE_BACKWARD, (dy, None, None, kept), (activation, None))
 
-
-def add_and_activate(u: Any, residual: Any, activation: Any, *, keeps: bool) -> Any:
-    """y = f(v) with v = u + residual, for a contiguous u. Afterwards u's memory holds v if `keeps`, else y; the result
-    is then u itself."""
-    return call(RESIDUAL, (u, residual), (activation, keeps, None))
-
-
-# ---- y = f(u + residual)
-
-
-def _views_of_sum(kind: Kind, arrays: Arrays, *_: Any) -> Views:
-    kinds_of({"u": arrays[0], "residual": arrays[1]}, ("u", "residual"))
-    return {"u": kind.view(arrays[0]), "residual": kind.view(arrays[1])}
-
-
-def _program_of_sum(views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, *_: Any) -> Program | None:
-    activation, keeps, sms = options
-    u, residual = views["u"], views["residual"]
-    assert u is not None and residual is not None
-    p = _elementwise(u, gpu.at_most(sms), limits)
-    if p is None:
-        return None
-    return _plan.plan_residual(p, activation, matrix_of(residual), keeps=keeps)
-
-
-def _sum_on_cpu(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Any:
-    u, residual = map(kind.numpy, arrays)
-    activation, keeps, _ = options
-    _cpu.add(u, residual, u)
-    y = np.empty_like(u) if keeps else u
-    _cpu.activate(u, y, activation)
-    return kind.from_numpy(y) if keeps else arrays[0]
-
-
-def _within(options: Options, held: int) -> Options:
-    """The options with `sms` limited to `held`."""
-    return (*options[:-1], sms_within(options[-1], held))
-
-
-def _elementwise(a: check.View, gpu: _plan.Device, limits: _plan.Limits) -> _plan.Matmul | None:
-    """The matrix in the form that planners take; None if it has no rows."""
-    (m, n), at = a.shape, matrix_of(a)
-    return _plan.Matmul(m, n, 0, a.dtype, gpu, at, at, at, limits) if m else None
-
-
-RESIDUAL = Operation(
-    name="residual",
-    arguments=("u", "residual"),
-    required=("u", "residual"),
-    foreign=0,
-    check=_views_of_sum,
-    program=_program_of_sum,
-    result=lambda kind, arrays, options, found, made: made[0] if made else arrays[0],
-    on_cpu=_sum_on_cpu,
-    within=_within,
-)
-
-
-# ---- dv = dy f'(v)
 
 ARRAYS = ("dy", "x", "weight", "kept")
 
@@ -110,7 +48,7 @@ def _program(views: Views, options: Options, gpu: _plan.Device, limits: _plan.Li
     activation, sms = options
     dy, kept = views["dy"], views["kept"]
     assert dy is not None
-    p = _elementwise(dy, gpu.at_most(sms), limits)
+    p = elementwise(dy, gpu.at_most(sms), limits)
     if p is None:
         return None
     return _plan.plan_activate_backward(p, activation, None if kept is None else matrix_of(kept))
@@ -138,6 +76,6 @@ ACTIVATE_BACKWARD = Operation(
     program=_program,
     result=_dv_of,
     on_cpu=_on_cpu,
-    within=_within,
+    within=limited_at(1),
     before=check_versions,
 )

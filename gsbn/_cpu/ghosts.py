@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..reference import raised_count, round_to
+from .._rounding import round_to
+from .._values import raised_count
 from . import passes
 
 Array = Any

@@ -25,7 +25,8 @@ import numpy as np
 from .._activations import activation_of, largest_zero
 from .._plan import FEW_ROWS, SAVED_ROWS, SAVED_SHIFT
 from .._renorm import OFF, Renorm, ratio_and_shift
-from ..reference import next_count, round_to
+from .._rounding import round_to
+from .._values import next_count
 
 Array = Any  # np.ndarray of any dtype, or a number in place of an absent vector
 Gather = Callable[[Array], Array]  # from this rank's numbers (N,) to those of all ranks (ranks, N)

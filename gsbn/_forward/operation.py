@@ -12,15 +12,14 @@ from .. import _cpu, _plan
 from .._arrays import check
 from .._arrays.kinds import Kind, kinds_of
 from .._host.call import matrix_of, vector_code, vector_codes
-from .._host.run import Arrays, Checked, Operation, Options, Views, checked
+from .._host.run import Arrays, Checked, Operation, Options, Views, checked, limited_at
 from .._plan.activations import follows_from_y, title
 from .._plan.forward import PREPARED
 from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
 from .._plan.program import Program
 from .._ranks.exchange import signature
 from .._saved import dtypes_of, saved_of
-from .._values import sms_within
-from ..reference import raised_count
+from .._values import raised_count
 
 ARRAYS = (
     "x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "renorm",
@@ -55,11 +54,6 @@ def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | Non
         return y
     kept = y if u_at is None else made[u_at]
     return y, saved_of(kind, arrays, options, made[-2], made[-1], dtypes, kept)
-
-
-def _within(options: Options, held: int) -> Options:
-    """The options with `sms` limited to `held`."""
-    return (*options[:_SMS], sms_within(options[_SMS], held), *options[_SMS + 1 :])
 
 
 def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any:
@@ -220,7 +214,7 @@ FORWARD = Operation(
     returns=_returns,
     result=result_of,
     on_cpu=on_cpu,
-    within=_within,
+    within=limited_at(_SMS),
     written=lambda views, options: check.written(views, training=bool(options[_TRAINING])),
     extra=PREPARED,
 )

@@ -12,7 +12,7 @@ from .._cuda import capture, kernels, tensor_maps
 from .._cuda.cublas import CublasGemm
 from .._plan import declared
 from .._plan.gemm import OneLaunch
-from .._plan.problem import VECTORS, Matmul, Matrix
+from .._plan.problem import VECTORS, Device, Limits, Matmul, Matrix
 from .._plan.products import sm90_gemm
 from .._plan.program import ABSENT, Builder, Gather, Gemm, Launch, Program, nbytes_of, place_of
 
@@ -166,6 +166,15 @@ def matrix_of(view: Any) -> Matrix:
     """Return the layout of a matrix, for the planner."""
     strides = tuple(stride // view.itemsize for stride in view.strides)
     return Matrix.of(view.shape, strides, view.pointer % 16 == 0)
+
+
+def elementwise(view: Any, gpu: Device, limits: Limits) -> Matmul | None:
+    """Return the problem of an elementwise launch over a matrix: the rows and columns of a product, without inputs.
+
+    None if the matrix has no rows.
+    """
+    (m, n), at = view.shape, matrix_of(view)
+    return Matmul(m, n, 0, view.dtype, gpu, at, at, at, limits) if m else None
 
 
 def vector_codes(views: dict[str, Any]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from .._plan.problem import Ranks
 from .._plan.program import Program
 from .._ranks.exchange import exchange_of
 from .._ranks.group import Group
+from .._values import sms_within
 from .call import Call, Description, log, remember
 
 ANY = Limits()
@@ -60,6 +61,15 @@ class Operation:
     written: Callable[[Views, Any], tuple[str, ...]] = lambda views, options: ()
     before: Callable[[Kind, Any], None] | None = None  # a check that every call needs
     extra: tuple[str, ...] = ()  # further arguments of a call with a prepared weight
+
+
+def limited_at(place: int) -> Callable[[Options, int], Options]:
+    """Return `Operation.within` for options that have `sms` at this place."""
+
+    def within(options: Options, held: int) -> Options:
+        return (*options[:place], sms_within(options[place], held), *options[place + 1 :])
+
+    return within
 
 
 class Checked:

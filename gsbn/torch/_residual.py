@@ -10,7 +10,8 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 
 from .._arrays.admit import is_memory
-from .._backward import add_and_activate, before_kept
+from .._backward import before_kept
+from .._forward import add_and_activate
 from .._plan.activations import follows_from_y
 from .._values import shown
 from ._activations import apply, before

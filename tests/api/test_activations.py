@@ -39,7 +39,7 @@ from tests.support.harness import (
     without_out,
 )
 from tests.support.strategies import EVERY, OTHERS, Case
-from tests.support.streams import capture, new_stream
+from tests.support.streams import call_and_replay
 from tests.support.tolerance import TF32, arithmetic, assert_outcome_within, assert_within, bounds, roundoff, summed
 
 Arrays = dict[str, np.ndarray]
@@ -268,11 +268,7 @@ def test_a_replay_is_a_step(kind: str, activation: Any) -> None:
         y, saved = gsbn.forward(**native, **options, return_saved=True)
         return y, gsbn.backward(dy, saved)
 
-    with new_stream(gpu) as stream:
-        want_y, want = call()
-        replay, (y, gradients) = capture(gpu, stream, call)
-        replay()
-        stream.synchronize()
+    with call_and_replay(gpu, call) as ((want_y, want), (y, gradients)):
         assert_same_bits(gpu.get(y), gpu.get(want_y))
         assert_same_bits(gpu.get(gradients.x), gpu.get(want.x))
 

@@ -32,7 +32,7 @@ from tests.support.harness import (
     without_out,
 )
 from tests.support.strategies import EVERY, OPTIONAL, RENORMS, SCALES, Case, cases
-from tests.support.streams import capture, new_stream
+from tests.support.streams import call_and_replay
 from tests.support.tolerance import TF32, Bounds, arithmetic, assert_outcome_within, assert_within, bounds, roundoff
 
 KINDS = [*CPU_KINDS, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in GPU_KINDS)]
@@ -251,11 +251,7 @@ def test_a_replay_is_a_step(name: str, activation: Any) -> None:
         y, saved = gsbn.forward(**native, **case.options, return_saved=True)
         return y, gsbn.backward(dy, saved)
 
-    with new_stream(kind) as stream:
-        want_y, want = call()
-        replay, (y, gradients) = capture(kind, stream, call)
-        replay()
-        stream.synchronize()
+    with call_and_replay(kind, call) as ((want_y, want), (y, gradients)):
         assert_same_bits(kind.get(y), kind.get(want_y))
         for field in ("x", "residual"):
             assert_same_bits(kind.get(getattr(gradients, field)), kind.get(getattr(want, field)))

@@ -70,3 +70,17 @@ def capture(kind: Kind, stream: Any, call: Callable[[], Any]) -> tuple[Callable[
         return lambda: graph.launch(stream), result
     finally:
         gc.enable()
+
+
+@contextlib.contextmanager
+def call_and_replay(kind: Kind, call: Callable[[], Any]) -> Iterator[tuple[Any, Any]]:
+    """What ``call`` returns on a new stream, and what it returned in a capture, after one replay.
+
+    In a context, because the memory of the second is freed with the graph.
+    """
+    with new_stream(kind) as stream:
+        want = call()
+        replay, made = capture(kind, stream, call)
+        replay()
+        stream.synchronize()
+        yield want, made

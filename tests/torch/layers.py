@@ -72,3 +72,16 @@ def assert_same(found: list[Any], wanted: list[Any], close: float = 1e-10) -> No
     assert len(found) == len(wanted)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=close, atol=close)
+
+
+def replayed(step: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A copy of what ``step`` returned in a capture, after one replay."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(), step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return made.clone()

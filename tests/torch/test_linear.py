@@ -16,6 +16,7 @@ from torch.nn import functional  # noqa: E402
 import gsbn  # noqa: E402
 import gsbn.torch  # noqa: E402
 from gsbn.torch import _linear as module  # noqa: E402
+from tests.torch.layers import replayed  # noqa: E402
 
 gpu = pytest.mark.gpu
 B, I, O = 96, 40, 24
@@ -149,14 +150,7 @@ def test_a_training_step_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         y.square().mean().backward()
         return y
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(), step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
-    graph.replay()
-    torch.cuda.synchronize()
+    y = replayed(step)
     want = functional.linear(x.double(), layer.weight.double(), layer.bias.double())
     torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 

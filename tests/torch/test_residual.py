@@ -16,7 +16,7 @@ from gsbn.torch import _residual as module  # noqa: E402
 from gsbn.torch import linear_batch_norm  # noqa: E402
 from tests.support.gradients import activate  # noqa: E402
 from tests.support.strategies import EVERY  # noqa: E402
-from tests.torch.layers import OPTIONS, I, O, assert_same, batch, pair  # noqa: E402
+from tests.torch.layers import OPTIONS, I, O, assert_same, batch, pair, replayed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
 B = 20
@@ -222,14 +222,7 @@ def test_a_training_step_in_a_graph() -> None:
         y.square().mean().backward()
         return y
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(), step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
-    graph.replay()
-    torch.cuda.synchronize()
+    y = replayed(step)
     weight, norm = layer.linear.weight.detach().double(), layer.norm
     z = functional.linear(x.detach().double(), weight)
     u = functional.batch_norm(z, None, None, norm.weight.double(), norm.bias.double(), True)
