@@ -2,9 +2,9 @@
 
     python -m tests.support.vacancy    # from the root of the repository, on a GPU: every path, and its cost
 
-While one stream is full of calls, another stream gets pairs of kernels. The first kernel records the time. The second
-has a CTA for each SM that was left, and each CTA needs a whole SM. The time from the first kernel to the start of the
-last CTA is how long a user of these SMs waits. (If calls have all SMs the first kernel waits as well, unnoticed.)
+While one stream is full of calls, another stream gets a kernel that has a CTA for each SM that was left. Each CTA
+needs a whole SM, and keeps it until all have begun. The time of this kernel, between two events, which need no SM, is
+how long a user of these SMs waits.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from gsbn._host import run as _run
 LEFT = 12  # SMs
 PROBES = 64
 CUBLAS = "cuBLAS and passes, bfloat16"  # cuBLAS takes the number of SMs as a target
-STAMP = r"""
-// The time at which each CTA began.
-extern "C" __global__ void stamp(unsigned long long* begun) {
-    if (threadIdx.x == 0) asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun[blockIdx.x]));
+OCCUPY = r"""
+// Returns when all CTAs of the grid are on SMs at once, or after 20 ms. `begun` counts the CTAs that have begun.
+extern "C" __global__ void occupy(unsigned* begun) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    if (threadIdx.x == 0) atomicAdd(begun, 1);
+    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    while (*(volatile unsigned*)begun < gridDim.x && now - start < 20000000);
 }
 """
 
 
 class Waited(NamedTuple):
-    """In microseconds: a call's time on average and at least, and how long each pair of kernels waited."""
+    """In microseconds: a call's time on average and at least, and how long each kernel on the other stream took."""
 
     call: float
     least: float
@@ -55,13 +59,12 @@ class Probe:
         device = cupy.cuda.Device()
         self.sms = device.attributes["MultiProcessorCount"] - LEFT
         self._shared = device.attributes["MaxSharedMemoryPerBlockOptin"]
-        self._stamp, self._whole = (cupy.RawKernel(STAMP, "stamp") for _ in range(2))
-        self._whole.max_dynamic_shared_size_bytes = self._shared
+        self._occupy = cupy.RawKernel(OCCUPY, "occupy")
+        self._occupy.max_dynamic_shared_size_bytes = self._shared
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def wait(self, call: Callable[[], Any], seconds: float = 0.06) -> Waited:
-        """The waiting times of pairs of kernels, while calls follow each other on another stream for so long."""
-        ends, asked, begun = (cupy.zeros(shape, np.uint64) for shape in (2, PROBES, (PROBES, LEFT)))
+        """How long kernels for the SMs left took, while calls followed each other on another stream for so long."""
         call()  # compiles
         events = [cupy.cuda.Event() for _ in range(9)]
         with cupy.cuda.Stream(non_blocking=True):
@@ -69,28 +72,36 @@ class Probe:
                 event.record()
                 call()
         cupy.cuda.runtime.deviceSynchronize()
-        pairs = itertools.pairwise(events)
-        least = min(cupy.cuda.get_elapsed_time(*pair) for pair in pairs) * 1e3
+        least = min(elapsed(*pair) for pair in itertools.pairwise(events))
         count = 8
         for measured in (False, True):  # first a few calls, whose time determines the number of calls
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begun = cupy.zeros((PROBES, 1), np.uint32)
+            probes = []
             cupy.cuda.runtime.deviceSynchronize()
             with cupy.cuda.Stream(non_blocking=True):
-                self._stamp((1,), (32,), (ends,))
+                begin.record()
                 for _ in range(count):
                     call()
-                self._stamp((1,), (32,), (ends[1:],))
+                end.record()
                 for i in range(PROBES if measured else 1):
-                    with self._stream:
-                        self._stamp((1,), (32,), (asked[i:],))
-                        self._whole((LEFT,), (32,), (begun[i],), shared_mem=self._shared)
-                    time.sleep(0.5 * seconds / PROBES)
+                    asked, done = cupy.cuda.Event(), cupy.cuda.Event()
+                    with self._stream:  # the pause lets the host issue all three before the first is due
+                        self._stream.launch_host_func(time.sleep, 0.5 * seconds / PROBES)
+                        asked.record()
+                        self._occupy((LEFT,), (32,), (begun[i],), shared_mem=self._shared)
+                        done.record()
+                    probes.append((asked, done))
                 cupy.cuda.runtime.deviceSynchronize()
-            begin, end = (int(at) for at in ends)
-            us = (end - begin) / 1e3 / count
+            us = elapsed(begin, end) / count
             count = max(8, min(int(seconds * 1e6 / us), 300))
-        times = asked.get()
-        during = (begin < times) & (times < end)
-        return Waited(us, least, (begun.get().max(axis=1) - times)[during] / 1e3)
+        during = [pair for pair in probes if elapsed(begin, pair[0]) > 0 and elapsed(pair[0], end) > 0]
+        return Waited(us, least, np.array([elapsed(*pair) for pair in during]))
+
+
+def elapsed(first: Any, second: Any) -> float:
+    """The microseconds from one event to another."""
+    return float(cupy.cuda.get_elapsed_time(first, second)) * 1e3
 
 
 def calls() -> dict[str, Callable[[int | None], Callable[[], Any]]]:
