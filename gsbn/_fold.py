@@ -8,9 +8,9 @@ from typing import Any, overload
 from . import _plan, reference
 from ._arrays import check
 from ._arrays.dynamo import outside_graphs
-from ._arrays.kinds import NUMBERS, Kind, kinds_of
+from ._arrays.kinds import NUMBERS, Kind
 from ._host.call import matrix_of, vector_codes
-from ._host.run import Arrays, Operation, Options, Views, call
+from ._host.run import Arrays, Operation, Options, Views, call, views_of
 from ._plan.problem import VECTORS
 from ._plan.program import Builder, Program
 from ._prepared import Prepared
@@ -92,9 +92,7 @@ def fold(
 
 def _views(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Views:
     eps, number = options
-    named = dict(zip(ARRAYS, arrays, strict=True))
-    kinds_of(named, REQUIRED)
-    views = {name: None if array is None else kind.view(array) for name, array in named.items()}
+    views = views_of(kind, ARRAYS, arrays, REQUIRED)
     check.fold_arguments(views, eps=eps, number=number)
     return views
 

@@ -9,9 +9,9 @@ import numpy as np
 from . import _plan
 from ._arrays import check
 from ._arrays.dynamo import outside_graphs
-from ._arrays.kinds import Kind, kinds_of
+from ._arrays.kinds import Kind
 from ._host.call import matrix_of
-from ._host.run import Arrays, Checked, Operation, Options, Views, call, checked, limited_at
+from ._host.run import Arrays, Checked, Operation, Options, Views, call, checked, limited_at, views_of
 from ._plan.backward_products import plan_product
 from ._plan.program import Program
 from ._typing import A, AnyArray, Array, Gemm, Precision
@@ -76,9 +76,7 @@ def matmul(
 
 
 def _views(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Views:
-    named = dict(zip(ARRAYS, arrays, strict=True))
-    kinds_of(named, ARRAYS)
-    views: Views = {name: kind.view(array) for name, array in named.items()}
+    views = views_of(kind, ARRAYS, arrays, ARRAYS)
     check.matmul_arguments(views, options)
     return views
 

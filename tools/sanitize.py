@@ -9,7 +9,7 @@ are 16 SMs, so at least two clusters. A group has one rank, and leaves four of e
 SMs, and each CTA has one tile. The results are compared with the reference only coarsely; the tests check the bounds.
 
 Two of the tools report errors that are none, as tools/sanitizer_limits.py shows on kernels of ten lines:
-initcheck does not track stores by the copy engine, so it reports all of forward_sm90's y as uninitialised. forward_sm90
+initcheck does not track stores by TMA, so it reports all of forward_sm90's y as uninitialised. forward_sm90
     also reads words of its workspace before they are written; the number of the launch in a word tells whether this
     launch wrote it. --clear gives zeroed memory to the variants that need Hopper.
 racecheck does not know that a release and an acquire of a counter in shared memory order other accesses, nor that the

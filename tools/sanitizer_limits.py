@@ -15,7 +15,7 @@ These are count_up and look of forward_sm90. With `barrier` the warps use __sync
 elected: the same with an mbarrier that expects one arrival, by lane 0 after __syncwarp, as in tall_product. With
 `arrivals` it expects 32, one from each lane.
 
-copy: the copy engine stores a tile of 8 rows of 128 bytes to memory, through a tensor map, as forward_sm90 stores y;
+copy: TMA stores a tile of 8 rows of 128 bytes to memory, through a tensor map, as forward_sm90 stores y;
 the host reads it. With `store` the threads store the tile. (Needs a Hopper GPU.)
 """
 

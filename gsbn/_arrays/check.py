@@ -142,6 +142,19 @@ def backward_arguments(dy: View, x: View, features: int) -> None:
     _device("dy", dy, x)
 
 
+def kept(name: str, view: View, shape: tuple[int, ...], dtype: str, like: View, *, pitched: bool = False) -> None:
+    """Raise if an array that a forward kept is not as it was: hooks on saved tensors may return anything.
+
+    A `pitched` matrix may have more columns.
+    """
+    fits = view.shape == shape or (pitched and view.shape[:1] == shape[:1] and view.shape[1:] >= shape[1:])
+    if not fits or (view.dtype, view.device) != (dtype, like.device):
+        raise RuntimeError(
+            f"saved {name}: expected {dtype} {shape} on {like.device}, as the forward kept it, got {view.dtype} "
+            f"{view.shape} on {view.device}: hooks on saved tensors must give back what they were given"
+        )
+
+
 _WITH_NUMBER = tuple(name for name, parameter in PARAMETERS.items() if parameter is not None)
 _MOST = float(np.finfo(np.float32).max)
 

@@ -6,5 +6,4 @@ from .backward import How as How
 from .backward import backward as backward
 from .backward import backward_of as backward_of
 from .backward import backward_within as backward_within
-from .backward import makes_both_products as makes_both_products
 from .backward import run as run

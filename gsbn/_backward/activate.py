@@ -6,9 +6,9 @@ from typing import Any
 
 from .. import _cpu, _plan
 from .._arrays import check
-from .._arrays.kinds import Kind, kinds_of
+from .._arrays.kinds import Kind
 from .._host.call import elementwise, matrix_of
-from .._host.run import ANY, Arrays, Checked, Operation, Options, Views, call, limited_at
+from .._host.run import ANY, Arrays, Checked, Operation, Options, Views, call, limited_at, views_of
 from .._plan.program import Program
 from .._saved import Saved, check_versions
 
@@ -28,19 +28,13 @@ ARRAYS = ("dy", "x", "weight", "kept")
 
 
 def _views(kind: Kind, arrays: Arrays, options: Options, _: Any, saved: Saved | None) -> Views:
-    named = dict(zip(ARRAYS, arrays, strict=True))
-    given = {name: array for name, array in named.items() if array is not None}
-    kinds_of(given, ("dy",) if saved is None else ("x", "dy"))
-    views = {name: None if array is None else kind.view(array) for name, array in named.items()}
+    views = views_of(kind, ARRAYS, arrays, ("dy",) if saved is None else ("x", "dy"))
     dy, x, weight, kept = (views[name] for name in ARRAYS)
     assert dy is not None
     if x is not None and weight is not None:
         check.backward_arguments(dy, x, weight.shape[0])
-    if kept is not None and (kept.shape, kept.dtype, kept.device) != (dy.shape, dy.dtype, dy.device):
-        raise RuntimeError(
-            f"saved kept: expected {dy.dtype} {dy.shape} on {dy.device}, as the forward kept it, got {kept.dtype} "
-            f"{kept.shape} on {kept.device}: hooks on saved tensors must give back what they were given"
-        )
+    if kept is not None:
+        check.kept("kept", kept, dy.shape, dy.dtype, dy)
     return views
 
 
@@ -71,7 +65,6 @@ ACTIVATE_BACKWARD = Operation(
     arguments=ARRAYS,
     required=("dy",),
     foreign=1,
-    aligned=(0, 0, 0),
     check=_views,
     program=_program,
     result=_dv_of,

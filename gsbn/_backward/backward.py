@@ -10,14 +10,13 @@ from typing import Any, NamedTuple, overload
 from .. import _cpu, _plan
 from .._arrays import check
 from .._arrays.dynamo import outside_graphs
-from .._arrays.kinds import Kind, kinds_of
+from .._arrays.kinds import Kind
 from .._host.call import matrix_of
-from .._host.run import ANY, Arrays, Checked, Operation, Views, call
+from .._host.run import ANY, Arrays, Checked, Operation, Views, call, views_of
 from .._host.run import run as run_on_gpu
 from .._plan.backward import Asked, Vectors, gradient_of
 from .._plan.problem import VECTOR_PARAMETERS, Ranks
 from .._plan.program import Program
-from .._plan.skinny import serves_skinny_backward
 from .._ranks.exchange import signature
 from .._ranks.group import Group
 from .._saved import Saved, check_versions
@@ -139,7 +138,7 @@ def backward_of(
         saved.group.check()
     if saved.residual:
         return _before_residual(dy, saved, wanted, sms, limits)
-    how = How.of(saved, wanted, sms, limits, wide=wide)
+    how = How.of(saved, wanted, sms, wide=wide)
     return call(BACKWARD, (dy, *saved[:4]), how, group=saved.group, limits=limits, context=saved)  # type: ignore[no-any-return]
 
 
@@ -160,13 +159,6 @@ def _before_residual(
     return Gradients(*of_all)
 
 
-def makes_both_products(dtype: str, rows: int, features: int, inputs: int) -> bool:
-    """Whether the planner is expected to compute dg, dx and dweight of a backward in training in one launch, which
-    never writes dg. That launch reads the weight, whatever gradients are needed. The layouts of the operands are
-    ignored."""
-    return serves_skinny_backward(dtype, rows, features, inputs)
-
-
 class How(NamedTuple):
     """The options of a backward: everything that it depends on, except its arrays."""
 
@@ -179,7 +171,6 @@ class How(NamedTuple):
     group: Group | None
     needs: tuple[str, ...]
     sms: int | None = None
-    limits: _plan.Limits = ANY
     norm: bool = True  # the first half of the backward: from dy to dg
     linear: bool = True  # the second half: from dg to dx and dweight
     wide: bool = False  # dweight is float32 although the operands have 16 bits
@@ -188,18 +179,10 @@ class How(NamedTuple):
     groups: int = 1  # the number of ghost batches
 
     @classmethod
-    def of(
-        cls,
-        saved: Saved,
-        needs: tuple[str, ...],
-        sms: int | None = None,
-        limits: _plan.Limits = ANY,
-        *,
-        wide: bool = False,
-    ) -> How:
+    def of(cls, saved: Saved, needs: tuple[str, ...], sms: int | None = None, *, wide: bool = False) -> How:
         """The options of a backward from `saved`, for the gradients named in `needs`."""
         *_, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups, _, _ = saved
-        of_call = training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms, limits
+        of_call = training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms
         made = cls(*of_call, wide=wide, groups=groups)
         return made if vectors is not None else made._replace(identity=True)
 
@@ -210,7 +193,9 @@ class How(NamedTuple):
         return Saved(x, weight, deviations, vectors, *of_call)
 
 
-def run(kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None) -> tuple[list[Any], list[Any]]:
+def run(
+    kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None, limits: _plan.Limits = ANY
+) -> tuple[list[Any], list[Any]]:
     """Compute on the GPU, from the arrays named ARGUMENTS. Returns the gradients, in the order of `Gradients`, and all
     arrays that the call made.
 
@@ -219,7 +204,7 @@ def run(kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None) -> tup
     of dy.
     """
     group = how.group if how.norm else None
-    found, made = run_on_gpu(BACKWARD, kind, arrays, how, group, how.limits, saved)
+    found, made = run_on_gpu(BACKWARD, kind, arrays, how, group, limits, saved)
     assert found is not None
     return found.returned(made), made
 
@@ -232,59 +217,44 @@ def _result(kind: Kind, arrays: Arrays, how: How, found: Checked | None, made: l
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
-def _views(kind: Kind, arrays: Arrays) -> Views:
-    return {name: None if array is None else kind.view(array) for name, array in zip(ARGUMENTS, arrays, strict=True)}
-
-
 def _check(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Saved | None) -> Views:
     return _check_kept(kind, arrays, how) if saved is None else _check_arguments(kind, arrays)
 
 
 def _check_arguments(kind: Kind, arrays: Arrays) -> Views:
     """Raise if dy or a saved array is wrong."""
-    dy, x, weight, *_others = arrays
-    kinds_of({"x": x, "weight": weight, "dy": dy}, ("x", "dy"))
-    views = _views(kind, arrays)
-    of_dy, of_x, of_weight = views["dy"], views["x"], views["weight"]
-    assert of_dy is not None and of_x is not None and of_weight is not None
-    check.backward_arguments(of_dy, of_x, of_weight.shape[0])
+    views = views_of(kind, ARGUMENTS, arrays, ("x", "dy"))
+    dy, x, weight = views["dy"], views["x"], views["weight"]
+    assert dy is not None and x is not None and weight is not None
+    check.backward_arguments(dy, x, weight.shape[0])
     return views
 
 
 def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     """Raise if dy or an array that autograd kept is wrong: hooks on saved tensors may return anything."""
-    named = dict(zip(ARGUMENTS, arrays, strict=True))
-    kinds_of({name: array for name, array in named.items() if array is not None}, ("dy",))
-    views = _views(kind, arrays)
-    of_dy, x, weight = views["dy"], views["x"], views["weight"]
-    assert of_dy is not None
-    rows, features = of_dy.shape
+    views = views_of(kind, ARGUMENTS, arrays, ("dy",))
+    dy, x, weight = views["dy"], views["x"], views["weight"]
+    assert dy is not None
+    rows, features = dy.shape
     if rows == 0:
         return views
     inputs = next((view.shape[1] for view in (x, weight) if view is not None), 0)
-    kept = of_dy.dtype
+    kept = dy.dtype
     if not how.identity:
-        kept = _plan.deviations_dtype(of_dy.dtype, rows // how.groups, training=how.training)
+        kept = _plan.deviations_dtype(dy.dtype, rows // how.groups, training=how.training)
     expected: dict[str, tuple[tuple[int, ...], str]] = {
-        "x": ((rows, inputs), of_dy.dtype),
-        "weight": ((features, inputs), of_dy.dtype),
+        "x": ((rows, inputs), dy.dtype),
+        "weight": ((features, inputs), dy.dtype),
     }
     vectors = views["vectors"]
     constants = _plan.RENORM_ROWS if vectors is not None and _renorms(vectors) else _plan.SAVED_ROWS
     of_vectors: tuple[int, ...] = (constants, features)
     if how.groups > 1:
-        of_vectors = (how.groups, constants, _plan.ghost_pitch(features, of_dy.dtype))
+        of_vectors = (how.groups, constants, _plan.ghost_pitch(features, dy.dtype))
     expected |= {"deviations": ((rows, features), kept), "vectors": (of_vectors, "float64")}
     for name, (shape, dtype) in expected.items():
-        view = views[name]
-        if view is None:
-            continue
-        pitched = name == "deviations" and view.shape[0] == rows and view.shape[1] >= features  # rows may be padded
-        if not (view.shape == shape or pitched) or (view.dtype, view.device) != (dtype, of_dy.device):
-            raise RuntimeError(
-                f"saved {name}: expected {dtype} {shape} on {of_dy.device}, as the forward kept it, got {view.dtype} "
-                f"{view.shape} on {view.device}: hooks on saved tensors must give back what they were given"
-            )
+        if (view := views[name]) is not None:
+            check.kept(name, view, shape, dtype, dy, pitched=name == "deviations")
     return views
 
 

@@ -210,13 +210,13 @@ class _Parts:
             d = self._deviations(block)
             if self._waits:
                 np.copyto(d, out.y[block])
-            apart = None if mean is None else self._pivots[i] - mean
-            if out.f is not None and kept is not None and apart is not None:  # as the backward computes u
-                walk.each(np.add, d, apart, d)
-                apart = None
-            out.finish(d, block, a * self._units[i] if self._units else a, beta if apart is None else apart * a + beta)
-            if kept is not None and apart is not None:
-                walk.each(np.add, d, apart, d)
+            shift = None if mean is None else self._pivots[i] - mean
+            if out.f is not None and kept is not None and shift is not None:  # as the backward computes u
+                walk.each(np.add, d, shift, d)
+                shift = None
+            out.finish(d, block, a * self._units[i] if self._units else a, beta if shift is None else shift * a + beta)
+            if kept is not None and shift is not None:
+                walk.each(np.add, d, shift, d)
 
 
 @np.errstate(all="ignore")

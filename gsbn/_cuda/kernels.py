@@ -42,13 +42,16 @@ def all_kernels(arch: str | None = None, activations: Collection[Any] = ("relu",
 
 def usable(capability: tuple[int, int], activations: Collection[Any]) -> Iterator[Kernel]:
     """Return the variants that a GPU of this compute capability can run."""
+    return all_kernels(ARCH if capability == (9, 0) and _compiles_sm90a() else "any other", activations)
+
+
+def _compiles_sm90a() -> bool:
+    """Return whether this NVRTC compiles the kernels for Hopper well: before 12.9 it serialises wgmma."""
     from cupy.cuda import nvrtc
 
-    sm90a = capability == (9, 0) and nvrtc.getVersion() >= _SM90A_NVRTC
-    return all_kernels(ARCH if sm90a else "any other", activations)
+    return bool(nvrtc.getVersion() >= (12, 9))
 
 
-_SM90A_NVRTC = (12, 9)  # older versions serialise wgmma
 _MAX_DYNAMIC_SHARED_SIZE_BYTES, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14  # CU_FUNC_ATTRIBUTE_...
 _locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # one per file or module, so others can compile
 
@@ -152,8 +155,7 @@ def gpu(device: int) -> _plan.Device:
     import cupy
 
     handle = cupy.cuda.Device(device)
-    sm90a = cupy.cuda.nvrtc.getVersion() >= _SM90A_NVRTC
-    found = _plan.Device(_capability(device), handle.attributes["MultiProcessorCount"], sm90a)
+    found = _plan.Device(_capability(device), handle.attributes["MultiProcessorCount"], _compiles_sm90a())
     if not found.hopper:
         return found
     # MPS may give a process fewer SMs than the device has, and fewer clusters than these SMs could form.

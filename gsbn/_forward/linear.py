@@ -15,7 +15,7 @@ from .._plan.program import Program
 from .._saved import Saved, dtypes_of, saved_of
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from .._values import flag
-from .operation import FORWARD, OPTIONS, WHOLE_BATCH, keeps_u, on_cpu, program_of, result_of, views_of
+from .operation import FORWARD, OPTIONS, WHOLE_BATCH, forward_views, keeps_u, on_cpu, program_of, result_of
 
 
 # For type checkers: return_saved is False; it is True; it is unknown, or x is another library's array.
@@ -140,7 +140,7 @@ _SAVES, _ACTIVATION = map(OPTIONS.index, ("return_saved", "activation"))
 LINEAR = replace(
     FORWARD,
     name="linear",
-    check=partial(views_of, identity=True),
+    check=partial(forward_views, identity=True),
     program=_program,
     returns=lambda program, views, options: (program.made("y"), program.made("u"), None),
     result=_result,

@@ -10,9 +10,9 @@ import numpy as np
 
 from .. import _cpu, _plan
 from .._arrays import check
-from .._arrays.kinds import Kind, kinds_of
+from .._arrays.kinds import Kind
 from .._host.call import matrix_of, vector_code, vector_codes
-from .._host.run import Arrays, Checked, Operation, Options, Views, checked, limited_at
+from .._host.run import Arrays, Checked, Operation, Options, Views, checked, limited_at, views_of
 from .._plan.activations import follows_from_y, title
 from .._plan.forward import PREPARED
 from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
@@ -29,6 +29,7 @@ OPTIONS = (
     "training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group", "renorm",
     "groups",
 )  # fmt: skip
+REQUIRED = "x", "weight"
 WHOLE_BATCH = None, None, 1  # group, renorm and groups of a call that uses the statistics of the whole batch
 _COUNT = ARRAYS.index("num_batches_tracked")
 _TRAINING, _SAVES, _SMS, _ACTIVATION, _RENORM, _GROUPS = map(
@@ -78,12 +79,10 @@ def keeps_u(options: Options) -> bool:
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
-def views_of(
+def forward_views(
     kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any = None, *, identity: bool = False
 ) -> Views:
-    named = dict(zip(ARRAYS, arrays, strict=True))
-    kinds_of(named, ("x", "weight"))
-    views = {name: None if array is None else kind.view(array) for name, array in named.items()}
+    views = views_of(kind, ARRAYS, arrays, REQUIRED)
     for name in read_only:
         views[name] = views[name]._replace(writable=False)  # type: ignore[union-attr]
     check.forward_arguments(views, options, identity=identity)
@@ -106,9 +105,9 @@ def program_of(
     p = _plan.Matmul(m, n, k, x.dtype, gpu.at_most(sms), matrix_of(x), matrix_of(weight), y_at, limits)
     if ranks is not None:
         ranks = ranks._replace(signature=signature(_words(views, options, n, k, x.dtype)))
-    apart = keeps or residual is not None  # the usual launches then make u instead of y, and one more launch makes y
+    activates = keeps or residual is not None  # the usual launches then make u, and one more makes y from it
     keeps = keeps_u(options) if keeps is None else keeps
-    of_u, result = _plan.place_of_u(p, out=out is not None, keeps=keeps) if apart else (p, {"out": out is not None})
+    of_u, result = _plan.place_of_u(p, out=out is not None, keeps=keeps) if activates else (p, {"out": out is not None})
     plan = _plan.plan_forward if groups == 1 else partial(_plan.plan_ghosts, groups=int(groups))
     program = plan(
         of_u,
@@ -119,7 +118,7 @@ def program_of(
         gemm=gemm,
         prepared=limbs,
         saves=bool(return_saved),
-        activation=None if apart else activation,
+        activation=None if activates else activation,
         number=number,
         vectors=vector_codes(views),
         renorm=None if renorm is None else renorm._asdict() | {"renorm": vector_code(views["renorm"])},
@@ -127,7 +126,7 @@ def program_of(
         ranks=ranks,
         **result,
     )
-    if not apart:
+    if not activates:
         return program
     at = None if residual is None else matrix_of(residual)
     return _plan.then_activate(program, p, activation, out=out is not None, keeps=keeps, residual=at)
@@ -205,11 +204,11 @@ _NUMERIC = ("training", "momentum", "eps", "return_saved", "sms", "groups", "num
 FORWARD = Operation(
     name="forward",
     arguments=ARRAYS,
-    required=("x", "weight"),
+    required=REQUIRED,
     foreign=len(ARRAYS),
     aligned=(0, 1, len(ARRAYS) - 1),
     numeric=itemgetter(*map((*OPTIONS, "number").index, _NUMERIC)),
-    check=views_of,
+    check=forward_views,
     program=program_of,
     returns=_returns,
     result=result_of,

@@ -72,6 +72,16 @@ def limited_at(place: int) -> Callable[[Options, int], Options]:
     return within
 
 
+def views_of(kind: Kind, names: tuple[str, ...], arrays: Arrays, required: tuple[str, ...]) -> Views:
+    """Return the view of each argument, None for one that is not given.
+
+    Raises the errors of `kinds_of` if the arrays are not of one library and device.
+    """
+    named = dict(zip(names, arrays, strict=True))
+    kinds_of(named, required)
+    return {name: None if array is None else kind.view(array) for name, array in named.items()}
+
+
 class Checked:
     """Arguments that were checked, except for their addresses, and the conditions on the addresses."""
 

@@ -40,7 +40,6 @@ from .sm90_variants import element_for as element_for
 from .sm90_variants import forward_sm90 as forward_sm90
 from .sm90_variants import precision_for as precision_for
 from .sources import Kernel as Kernel
-from .variants import DUAL_ROWS as DUAL_ROWS
 from .variants import every_kernel as every_kernel
 from .variants import fill_sm as fill_sm
 from .variants import fold as fold

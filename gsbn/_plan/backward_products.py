@@ -120,9 +120,9 @@ def _multiply(
         tall = product.tall
         fields = {"m": p.k, "n": p.m, "k": p.n, "lda": p.x.strides[1], "ldb": p.w.strides[1], "rows": tall.rows}
         fields |= {"flags": flags(vector_x=tall.whole_words)}
-        of_dg, of_x, c = operands
+        dg_name, x_name, c = operands
         parts = build.lend(tall.parts.nbytes)
-        passed = {"a": of_dg, "b": of_x, "parts": parts}
+        passed = {"a": dg_name, "b": x_name, "parts": parts}
         build.launch(tall.kernel, tall.ctas, fields, passed, TALL_THREADS, made_of=product)
         reduce_split_k(build, tall.parts, parts, c, (p.m, p.n), p.dtype)
     elif product.kernel is None:
@@ -199,29 +199,33 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
     - If dx's launch makes the weight's limbs in registers, it needs only the limbs of dg.
     - If dg is not the call's `own`, it is not overwritten, and all limbs have room of their own.
     """
-    of_x, of_weight = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
+    dx_of_limbs, dw_of_limbs = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
     of_both = dx is not None and dx.one is not None and dx.one.element == "limbs"
     wanted, weight_first = [], False
-    if of_x is not None:
-        dg = split_of("dg", of_x.x, of_x.m, of_x.k)
-        fits = limb_pitch(of_x.k) == of_x.k  # rows of limbs are no longer than rows of float32
+    if dx_of_limbs is not None:
+        dg = split_of("dg", dx_of_limbs.x, dx_of_limbs.m, dx_of_limbs.k)
+        fits = limb_pitch(dx_of_limbs.k) == dx_of_limbs.k  # rows of limbs are no longer than rows of float32
         in_place = fits and own
-        if of_weight is None:  # in place only if split_limbs reads a whole row before it writes the row's limbs
-            in_place = in_place and dg.pitch == of_x.k <= SPLIT_WIDTHS[-1] and (dw is None or of_x.m > of_x.n)
+        if dw_of_limbs is None:  # in place only if split_limbs reads a whole row before it writes the row's limbs
+            in_place = (
+                in_place
+                and dg.pitch == dx_of_limbs.k <= SPLIT_WIDTHS[-1]
+                and (dw is None or dx_of_limbs.m > dx_of_limbs.n)
+            )
             weight_first = in_place and dw is not None
         else:
-            dg = dg._replace(mn_major=split_of("dg", of_weight.x, of_weight.m, of_weight.k).mn_major)
+            dg = dg._replace(mn_major=split_of("dg", dw_of_limbs.x, dw_of_limbs.m, dw_of_limbs.k).mn_major)
         if in_place:
             dg = dg._replace(k_major=Operand("dg", dg.pitch))
         if of_both:
             place = "dweight" if fits and dw is not None and not weight_first else SCRATCH
-            wanted.append(split_of("weight", of_x.w, of_x.n, of_x.k, place))
+            wanted.append(split_of("weight", dx_of_limbs.w, dx_of_limbs.n, dx_of_limbs.k, place))
         wanted.append(dg)
-    elif of_weight is not None:
-        wanted.append(split_of("dg", of_weight.x, of_weight.m, of_weight.k))
-    if of_weight is not None:
-        late = own and of_weight.n * limb_pitch(of_weight.k) <= of_weight.k * of_weight.x.strides[1]
-        x = split_of("x", of_weight.w, of_weight.n, of_weight.k, "dg" if late else SCRATCH)
+    elif dw_of_limbs is not None:
+        wanted.append(split_of("dg", dw_of_limbs.x, dw_of_limbs.m, dw_of_limbs.k))
+    if dw_of_limbs is not None:
+        late = own and dw_of_limbs.n * limb_pitch(dw_of_limbs.k) <= dw_of_limbs.k * dw_of_limbs.x.strides[1]
+        x = split_of("x", dw_of_limbs.w, dw_of_limbs.n, dw_of_limbs.k, "dg" if late else SCRATCH)
         wanted.append(x._replace(late=late))
     return lay_out(wanted, start), weight_first
 

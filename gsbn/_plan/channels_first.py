@@ -42,9 +42,9 @@ def channels_first_obstacle(dtype: str, m: int, n: int, k: int, length: int, dev
     if dtype not in ("float16", "bfloat16"):
         return "it has 16 bits only"
     if length < LEAST_LENGTH or length % WORD:
-        return f"the copy engine takes samples of {WORD}, {2 * WORD}, ... rows, from {LEAST_LENGTH} on"
+        return f"TMA takes samples of {WORD}, {2 * WORD}, ... rows, from {LEAST_LENGTH} on"
     if max(m, n, k) > INT32_MAX // 2 or max(n, k) * length * ITEMSIZE[dtype] >= 2**40:
-        return "the copy engine takes smaller sizes"
+        return "TMA takes smaller sizes"
     if k > MAX_TERMS[dtype] or n > MAX_TERMS[dtype]:  # dx has sums of n terms
         return f"beyond {MAX_TERMS[dtype]} features its sums lose digits"
     if max(ceil_div(n, SM90_BLOCK_N), ceil_div(k, SM90_BLOCK_N)) > device.sms:
@@ -68,11 +68,11 @@ def _tile(p: Matmul, length: int, mode: str, *, saves: bool = False) -> _Tile:
     for block_m, cluster in asked:
         at_once = p.device.clusters(cluster)
         columns, tiles = ceil_div(p.n, SM90_BLOCK_N * cluster), p.m // length * ceil_div(length, block_m)
-        apart = columns if mode == "recompute" else 1
-        if apart > at_once:
+        blocks = columns if mode == "recompute" else 1
+        if blocks > at_once:
             continue
-        waves = ceil_div(tiles * columns // apart, at_once // apart)
-        clusters = ceil_div(tiles * columns // apart, waves) * apart
+        waves = ceil_div(tiles * columns // blocks, at_once // blocks)
+        clusters = ceil_div(tiles * columns // blocks, waves) * blocks
         of_tile = block_m * (p.k // cluster + SM90_BLOCK_N * (1 + saves)) + SM90_BLOCK_N * p.k + TILE_ELEMENTS
         found.append(_Tile(waves * of_tile, block_m, cluster, clusters, columns, tiles))
     if not found:

@@ -35,14 +35,16 @@ def one_launch_us(
     and the CTAs exchange sums.
     """
     m, n, k, dtype, *_ = p
-    of_x, of_w = (1, cluster) if mode == "cluster_batch" else (cluster, 1)  # CTAs that share a tile of x, and of w
-    rows, ctas, product_m = ceil_div(m, block_m * of_w), clusters * cluster * split, split * block_m
+    x_sharers, w_sharers = (
+        (1, cluster) if mode == "cluster_batch" else (cluster, 1)
+    )  # CTAs that share a tile of x, and of w
+    rows, ctas, product_m = ceil_div(m, block_m * w_sharers), clusters * cluster * split, split * block_m
     limbs = 2 if by_limbs(element) else 1
     size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # bytes of an operand's element
     width = min(n, SM90_BLOCK_N)  # features of a tile
-    loaded = limbs * ctas * (product_m / of_x + width / of_w) * 128e-6
+    loaded = limbs * ctas * (product_m / x_sharers + width / w_sharers) * 128e-6
     groups = ceil_div(rows, split)  # groups of `split` tiles
-    distinct = min(groups, clusters) * product_m * of_w + max(1.0, clusters / groups) * of_x * width
+    distinct = min(groups, clusters) * product_m * w_sharers + max(1.0, clusters / groups) * x_sharers * width
     distinct *= limbs * split * 128e-6
     operands = 1e-6 * limbs * (m + n) * k * size
     cold = min(1.0, max(0.0, operands / rates.l2_mb - 1))  # the part of the operands that does not stay in L2
@@ -67,7 +69,7 @@ def one_launch_us(
         stages_ *= 2  # an SM has a CTA of each launch; both pipelines fill at once, but not in training or from memory
     pace.append(latency / stages_)
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
-    pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
+    pace.append(limbs * (product_m / x_sharers + width / w_sharers) * 128e-6 / rates.tma_rate[on_sectors])
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
     step = sum(us**6 for us in pace) ** (1 / 6)  # a smooth maximum
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _off_line(p, rates)
@@ -181,7 +183,7 @@ def passes_us(p: Matmul, after: str, *, saves: bool, rates: Rates = H200) -> flo
     size, g = ITEMSIZE[p.dtype] * (1 + saves), 4e-6 * p.m * p.n
     cold = g > 0.8 * rates.l2_mb
     us = rates.cublas_call_us[after] + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
-    return us + (g / rates.g_rate[cold] if after == "apart" else 0.0)
+    return us + (g / rates.g_rate[cold] if after == "statistics" else 0.0)
 
 
 def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H200) -> float:

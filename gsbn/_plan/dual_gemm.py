@@ -24,6 +24,11 @@ class DualGemm(NamedTuple):
     steps: int  # steps of each CTA
 
 
+def serves_dual_gemm(dtype: str, rows: int) -> bool:
+    """Return whether dual_gemm has a variant for so many rows. The layout of the operands is not considered."""
+    return dtype in ("float16", "bfloat16") and rows <= DUAL_ROWS[-1]
+
+
 def dual_gemm_for(x: Matmul, w: Matmul, *, wide: bool) -> DualGemm | None:
     """Return the launch for both products, or None if it cannot serve or is not expected to be faster.
 
@@ -32,7 +37,7 @@ def dual_gemm_for(x: Matmul, w: Matmul, *, wide: bool) -> DualGemm | None:
     """
     m, k, n, device = x.m, x.n, x.k, x.device
     size, asked = ITEMSIZE[x.dtype], x.limits.dual
-    if wide or size > 2 or not device.hopper or m > DUAL_ROWS[-1] or k * size % 16 or max(n, k) >= 2**31:
+    if wide or not serves_dual_gemm(x.dtype, m) or not device.hopper or k * size % 16 or max(n, k) >= 2**31:
         return None
     if asked is False or not (on_words(x.w.T, k, size) and on_words(w.w.T, k, size)):
         return None

@@ -122,9 +122,10 @@ def plan_forward(
             where = "between"
     of_call = {"precision": precision, "training": training, "saved": saves, "reads_count": reads_count}
     # Batch renormalisation is for training with a backward, so all variants of forward_sm90 for it save deviations.
-    apart = "the limits of batch renormalisation" if renorm is not None and not saves else None
-    chosen, why, _ = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, apart=apart, groups=groups, **of_call)  # type: ignore[arg-type]
-    one_launch_ = chosen == "sm90" and where != "between" and apart is None and groups == 1
+    separate = "the limits of batch renormalisation" if renorm is not None and not saves else None
+    of_call |= {"separate": separate, "groups": groups}
+    chosen, why, _ = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, **of_call)  # type: ignore[arg-type]
+    fused = chosen == "sm90" and where != "between" and separate is None and groups == 1
     skinny = None
     if (
         chosen == "tiled"
@@ -133,24 +134,24 @@ def plan_forward(
         and serves_skinny(p, precision, training, saves)
     ):
         skinny = skinny_forward(p, precision, training=training, saves=saves)
-    taken = for_skinny(p) if skinny else taken_by(p, chosen, element_for(p.dtype, precision), one_launch_)
+    taken = for_skinny(p) if skinny else taken_by(p, chosen, element_for(p.dtype, precision), fused)
 
     build = Builder(p.device)
     saved_dtype = deviations_dtype(p.dtype, p.m // groups, training=training) if saves else None
-    of_x = build.operand("x", (m, p.k), p.x, taken.x, p.dtype) if m else "x"
-    of_w = build.operand("weight", (p.n, p.k), p.w, taken.w, p.dtype) if m else "weight"
+    x_name = build.operand("x", (m, p.k), p.x, taken.x, p.dtype) if m else "x"
+    w_name = build.operand("weight", (p.n, p.k), p.w, taken.w, p.dtype) if m else "weight"
     y = "out" if out else build.make(result, (m, p.n), p.dtype)
     fields: dict[str, Any] = {"m": m, "n": p.n, "k": p.k, "ldx": taken.x.strides[0], "ldw": taken.w.strides[0]}
     fields |= {"momentum": 0.0 if momentum is None else momentum, "eps": eps, "number": number, **vectors}
     fields |= {"signature": 0 if ranks is None else ranks.signature, **(renorm or {})}
     saved = ("deviations", "vectors") if saves else (ABSENT, ABSENT)
     count = "num_batches_tracked" if training and counts else ABSENT
-    names = of_x, of_w, y, *saved, count
+    names = x_name, w_name, y, *saved, count
     call = _Call(
         p, taken, m, chosen, training, precision, saved_dtype, activation, cumulative, reads_count,
         prepared, renorm, ranks, groups, names, fields,
     )  # fmt: skip
-    if one_launch_:
+    if fused:
         _in_one_launch(build, call)
     else:
         _in_passes(build, call, skinny, where)
@@ -183,7 +184,7 @@ def _flags(call: _Call, **given: bool) -> int:
 
 def _in_one_launch(build: Builder, call: _Call) -> None:
     p, taken, size = call.p, call.taken, ITEMSIZE[call.p.dtype]
-    of_x, of_w, y, deviations, vectors, count = call.names
+    x_name, w_name, y, deviations, vectors, count = call.names
     saves = call.saved_dtype is not None
     of_call = OfCall(call.prepared, saves, call.reads_count, call.ranks is not None, call.renorm is not None)
     one = one_launch(taken, mode_of(call.training), call.precision, of_call)
@@ -200,27 +201,27 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
 
     at_y = round_up(one.workspace, 256)
     build.reserve(at_y + (p.m * taken.y.strides[0] * size if taken.y.own else 0))
-    of_y = place(at_y) if taken.y.own else y
+    y_memory = place(at_y) if taken.y.own else y
     fields = call.fields | {"y_row": taken.y.strides[0], "ld_deviations": ldg} | one.order._asdict()
     fields["flags"] = _flags(call, vector_y=vector_y, alone=not one.cooperative, limbs=by_limbs(one.element))
     exponents = (ABSENT, ABSENT)
     x_at, w_at = taken.x, taken.w
     if one.limbs is not None:
         exponents = place(one.limbs.x_exponents), place(one.limbs.w_exponents)
-        split = dict(zip(SPLIT_WORDS, (of_x, place(one.limbs.x), exponents[0]), strict=False))
+        split = dict(zip(SPLIT_WORDS, (x_name, place(one.limbs.x), exponents[0]), strict=False))
         split |= dict.fromkeys(SPLIT_WORDS[3:], ABSENT)
-        of_x, x_at = place(one.limbs.x), Matrix((one.limbs.pitch, 1), True)
+        x_name, x_at = place(one.limbs.x), Matrix((one.limbs.pitch, 1), True)
         if one.element == "limbs_rs":  # the launch makes the weight's limbs itself
             exponents = exponents[0], ABSENT
         elif call.prepared:
-            of_w, exponents, w_at = PREPARED[0], (exponents[0], PREPARED[1]), x_at
+            w_name, exponents, w_at = PREPARED[0], (exponents[0], PREPARED[1]), x_at
         else:
-            split |= dict(zip(SPLIT_WORDS[3:], (of_w, place(one.limbs.w), exponents[1]), strict=True))
-            of_w, w_at = place(one.limbs.w), x_at
+            split |= dict(zip(SPLIT_WORDS[3:], (w_name, place(one.limbs.w), exponents[1]), strict=True))
+            w_name, w_at = place(one.limbs.w), x_at
         build.launch(one.limbs.kernel, one.limbs.grid, fields, split)
     boxes = map_arguments(one, taken._replace(x=x_at, w=w_at))
-    maps = [(of_x, boxes[0]), (of_w, boxes[1]), (of_y, boxes[2])]
-    passed = {"y": of_y, "partial": place(0), "merged": place(one.merged), "epoch": place(one.epoch), **_OWN}
+    maps = [(x_name, boxes[0]), (w_name, boxes[1]), (y_memory, boxes[2])]
+    passed = {"y": y_memory, "partial": place(0), "merged": place(one.merged), "epoch": place(one.epoch), **_OWN}
     passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
     if saves:
         rows, cols, _, *rest = boxes[2]
@@ -233,8 +234,8 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
     passed |= _limits(call)
     how: dict[str, Any] = {"maps": tuple(maps), "cooperative": one.cooperative, "made_of": (one, taken)}
     build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, **how)
-    if of_y != y:
-        build.copy(Copy(of_y, y, (call.m, p.n), size, taken.y, p.y))
+    if y_memory != y:
+        build.copy(Copy(y_memory, y, (call.m, p.n), size, taken.y, p.y))
 
 
 # ---- a GEMM makes g, then come statistics, then y; the skinny kernels compute g themselves
@@ -243,7 +244,7 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
 def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | None) -> None:
     p, taken, training, ranks = call.p, call.taken, call.training, call.ranks
     m, n, k, dtype, y = call.m, p.n, p.k, p.dtype, p.y
-    of_x, of_w, y_name, deviations, vectors, count = call.names
+    x_name, w_name, y_name, deviations, vectors, count = call.names
     saves = call.saved_dtype is not None
     y_size, g_size = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)
 
@@ -291,7 +292,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     build.copy()
     build.reserve(end if ranks is not None else workspace)
     g = y_name if y_is_g else deviations if saved_is_g else place(g_at)
-    of_g = {"x": of_x, "w": of_w} if skinny else {"g": g}
+    of_g = {"x": x_name, "w": w_name} if skinny else {"g": g}
     fields = call.fields | division.fields | {"ldg": ldg, "y_row": y.strides[0], "y_col": y.strides[1]}
     fields |= {"affine": affine, "partials": partials}
     g_by_limbs = by_limbs(product.element) if product else skinny is not None and skinny.product is not None
@@ -363,18 +364,18 @@ def _multiply(
     build: Builder, call: _Call, q: Matmul, product: OneLaunch | None, limbs: Splits, g: str, fields: dict[str, Any]
 ) -> None:
     """Add the steps of g = x wᵀ by forward_sm90 (`product`), gemm_tiled or cuBLAS. In `q`, g takes the place of y."""
-    of_x, of_w, *_ = call.names
+    x_name, w_name, *_ = call.names
     if product is not None and limbs.of:
-        made = Limbs(build, limbs, {"x": of_x, "weight": of_w})
+        made = Limbs(build, limbs, {"x": x_name, "weight": w_name})
         made.make()
         made.multiply(q, product, "x", "weight", g)
     elif product is not None:
-        sm90_gemm(build, q, product, (of_x, of_w, g))
+        sm90_gemm(build, q, product, (x_name, w_name, g))
     elif call.gemm == "tiled":
         kernel, grid, block = tiled(call.p, "forward")
-        build.launch(kernel, grid, fields, {"x": of_x, "w": of_w, "g": g}, block)
+        build.launch(kernel, grid, fields, {"x": x_name, "w": w_name, "g": g}, block)
     else:
-        build.gemm(q, call.precision, of_x, of_w, g, wide=True)
+        build.gemm(q, call.precision, x_name, w_name, g, wide=True)
 
 
 def _merge_statistics(

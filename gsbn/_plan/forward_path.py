@@ -24,10 +24,10 @@ def one_pass_serves(p: Matmul, training: bool, reads_count: bool, ranks: str | N
 
 
 def after_product(p: Matmul, training: bool, reads_count: bool = False, ranks: str | None = None) -> str:
-    """Return what follows a product of cuBLAS: "inference", "one_pass", or statistics "apart" from normalize."""
+    """Return what follows a product of cuBLAS: "inference", "one_pass", or "statistics" before normalize."""
     if not training:
         return "inference"
-    return "one_pass" if one_pass_serves(p, training, reads_count, ranks) else "apart"
+    return "one_pass" if one_pass_serves(p, training, reads_count, ranks) else "statistics"
 
 
 def gemm_for(
@@ -39,19 +39,19 @@ def gemm_for(
     prepared: bool = False,
     saved: bool = False,
     reads_count: bool = False,
-    apart: str | None = None,
+    separate: str | None = None,
     ranks: Literal["inside", "between"] | None = None,
     groups: int = 1,
 ) -> tuple[str, str, float]:
     """Return the path that serves a call, why, and its time in us, or 0 if no times were compared.
 
-    Raises ValueError if `gemm` names a path that cannot serve. `apart`: why the product is a launch of its own.
+    Raises ValueError if `gemm` names a path that cannot serve. `separate`: why the product is a launch of its own.
     `groups`: how many ghost batches there are.
     """
     if ranks == "between":
-        apart = "the statistics of other ranks"
+        separate = "the statistics of other ranks"
     if groups > 1:
-        apart, p = "the statistics of ghost batches", p._replace(limits=p.limits._replace(skinny=False))
+        separate, p = "the statistics of ghost batches", p._replace(limits=p.limits._replace(skinny=False))
     sm90 = sm90_obstacle(p, precision, training, saved)
     obstacles = {"sm90": sm90, "cublas": cublas_obstacle(p), "tiled": None}
     if gemm != "auto":
@@ -59,9 +59,9 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for", 0.0
-    call = OfCall(prepared and apart is None, saved, reads_count, ranks == "inside")  # a bare GEMM makes all limbs
+    call = OfCall(prepared and separate is None, saved, reads_count, ranks == "inside")  # a bare GEMM makes all limbs
     after = after_product(p._replace(m=p.m // groups), training, reads_count and groups == 1, ranks)
-    chosen, why, us = _fastest(p, precision, call, training, after, apart, obstacles)
+    chosen, why, us = _fastest(p, precision, call, training, after, separate, obstacles)
     if p.limits.skinny is not False and serves_skinny(p, precision, training, saved):
         of_skinny = skinny_forward(p, precision, training=training, saves=saved).us
         if p.limits.skinny or of_skinny < us:
@@ -70,25 +70,25 @@ def gemm_for(
 
 
 def _fastest(
-    p: Matmul, precision: str, call: OfCall, training: bool, after: str, apart: str | None,
+    p: Matmul, precision: str, call: OfCall, training: bool, after: str, separate: str | None,
     obstacles: dict[str, str | None],
 ) -> tuple[str, str, float]:  # fmt: skip
     """Return the fastest path other than the skinny kernels, why, and its time in us, or 0 if no times were compared.
 
-    `after`: what follows a product of cuBLAS. `apart`: why the product is a launch of its own.
+    `after`: what follows a product of cuBLAS. `separate`: why the product is a launch of its own.
     """
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
         by_cublas = cublas_us(theirs, element, after, saves=call.saves) + copies_us(theirs)
-        if apart and element != "limbs":
-            return "cublas", f"{apart} come between two launches, which leaves a bare GEMM", by_cublas
+        if separate and element != "limbs":
+            return "cublas", f"{separate} come between two launches, which leaves a bare GEMM", by_cublas
         if element == "limbs" and p.k < LEAST_TERMS:
             return "cublas", "more accurate for few features", by_cublas
         if element == "limbs" and min(p.m, p.n) == 1:
             return "cublas", "a matrix-vector product, which it adds up in a tree", by_cublas
         taken = for_sm90(p, element)
-        if apart:
+        if separate:
             ours = cheapest_tile(taken, "gemm", element, call).us + passes_us(p, after, saves=call.saves)
         else:
             ours = cheapest_tile(taken, mode_of(training), element, call).us

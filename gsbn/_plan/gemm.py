@@ -219,12 +219,12 @@ def tile_of(
     if split > 1 and (tiles > at_once or steps < LEAST_STEPS * split):
         return None
     # In mode "recompute" a cluster has the same features in all its tiles.
-    apart = ceil_div(p.n, columns) if mode == "recompute" else 1
-    if apart > at_once:
+    blocks = ceil_div(p.n, columns) if mode == "recompute" else 1
+    if blocks > at_once:
         return None
-    waves = ceil_div(tiles // apart, at_once // apart)
+    waves = ceil_div(tiles // blocks, at_once // blocks)
     # Take the fewest clusters that need no more waves: fewer busy SMs draw less power, and can clock higher.
-    clusters = ceil_div(tiles // apart, waves) * apart
+    clusters = ceil_div(tiles // blocks, waves) * blocks
     if mode == "training" and split == 1 and waves > 1:  # if possible, a cluster stays in one column of a panel
         in_whole_panels = round_up(clusters, _panel(p, mode, element))
         clusters = in_whole_panels if in_whole_panels <= at_once else clusters
@@ -381,7 +381,7 @@ def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str
         return "it has no float64"
     size, limbs = ITEMSIZE[dtype], element_for(dtype, precision) == "limbs"
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
-        return "the copy engine takes smaller sizes"
+        return "TMA takes smaller sizes"
     if saved and not training:
         # Tensor cores truncate, so g's errors have one sign, and add up in the backward's sums over g.
         return "it keeps nothing for a backward with frozen statistics (return_saved=True)"

@@ -22,7 +22,7 @@ class Rates(NamedTuple):
     l2_us: float  # latency of a pipeline stage from L2, if every SM has a CTA
     crowd: float  # if fewer SMs have a CTA, the latency is l2_us times (their share of all SMs) ** crowd
     sharing_us: float  # latency added per other CTA of the cluster: all must have read a stage before it is refilled
-    engine_rate: dict[bool, float]  # the loads of one CTA's TMA; True: rows of x and weight start on 32 bytes
+    tma_rate: dict[bool, float]  # the loads of one CTA's TMA; True: rows of x and weight start on 32 bytes
     off_line: float  # factor on the time of loads from L2 and memory, if rows of x or weight do not start on 128 bytes
     off_line_y: float  # factor on the time to store y, if its rows do not start on 128 bytes; squared, if not on 16
     # ---- forward_sm90: a tile, and a call

@@ -174,10 +174,12 @@ def skinny(element: str, features: int, chunks: int, saves: bool = False) -> tup
     They multiply operands as `element`, one of SKINNY_CHUNKS. A CTA has `features` features, and takes `chunks` chunks
     of 64 bytes of a row at once. `saves`: skinny_normalize also writes the deviations.
     """
-    of_x = _skinny_defines(element, features, chunks)
-    shared = Constants("skinny/config.cuh", dict(of_x))["SHARED_BYTES"]
-    stats = Kernel("skinny_stats", "skinny", of_x, arch=ARCH, shared=shared)
-    return stats, stats._replace(name="skinny_normalize", defines=(*of_x, ("SAVE_DEVIATIONS", "1")) if saves else of_x)
+    defines = _skinny_defines(element, features, chunks)
+    shared = Constants("skinny/config.cuh", dict(defines))["SHARED_BYTES"]
+    stats = Kernel("skinny_stats", "skinny", defines, arch=ARCH, shared=shared)
+    return stats, stats._replace(
+        name="skinny_normalize", defines=(*defines, ("SAVE_DEVIATIONS", "1")) if saves else defines
+    )
 
 
 def skinny_product(features: int, chunks: int) -> Kernel:

@@ -41,7 +41,7 @@ def _versions(arguments: Any) -> tuple[int, ...]:
     return tuple([a._version for a in arguments if isinstance(a, torch.Tensor) and not a.is_inference()])
 
 
-def apart(create: bool, *arguments: Any) -> list[Any]:
+def as_variables(create: bool, *arguments: Any) -> list[Any]:
     """Return each argument as a separate variable.
 
     The gradient of a variable is then that of this argument alone, even if another argument was computed from it. With
@@ -64,7 +64,7 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
     """
     create, eps = _checked(how, given, x), given.eps
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        x, weight, bias, scale, gamma, beta = apart(create, x, *given[:5])
+        x, weight, bias, scale, gamma, beta = as_variables(create, x, *given[:5])
         g = functional.linear(x, weight.to(x.dtype))
         z = g if scale is None else g * scale
         if how.training:

@@ -34,7 +34,7 @@ def serves_channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], options
         dtype = get_autocast_dtype("cuda")
     elif weight.dtype is not dtype:
         return False
-    if x.data_ptr() % 16:  # the copy engine needs addresses on 16 bytes
+    if x.data_ptr() % 16:  # TMA needs addresses on 16 bytes
         return False
     training, *_, gemm = options
     if not training and _needs_gradients(x, weight, vectors):
@@ -85,12 +85,15 @@ class _ChannelsFirst(Function):
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, more: Any) -> Any:
         vectors, state, options, activation, dtype = more
         wide = widens(dtype, weight)
-        of_x, of_weight, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.given = Given.of((weight, bias, None, gamma, beta), options[2], connected=dtype is None)
         x, weight = cast(x, dtype), cast(weight, dtype)
         y, saved = _forward(x, weight, vectors, state, options, activation, saves=True)
         ctx.how = How.of(saved, (), wide=wide)
-        kept = x if of_x or of_weight else None, weight if of_x else None  # dx needs x only to compute the call again
+        kept = (
+            x if needs_x or needs_weight else None,
+            weight if needs_x else None,
+        )  # dx needs x only to compute the call again
         ctx.save_for_backward(*kept, saved.deviations, saved.vectors)
         ctx.at, ctx.shape = saved.deviations.data_ptr(), x.shape
         return y.view(x.shape[0], weight.shape[0], *x.shape[2:])
@@ -99,9 +102,9 @@ class _ChannelsFirst(Function):
     def backward(ctx: Any, dy: Any) -> Any:
         x, weight, deviations, vectors = ctx.saved_tensors
         n, k, *sizes = ctx.shape
-        of_x, of_weight, *of_vectors, _ = ctx.needs_input_grad
-        of_bias, of_gamma, of_beta = of_vectors
-        how = ctx.how._replace(needs=needed_of((of_x, of_weight, of_bias, False, of_gamma, of_beta)))
+        needs_x, needs_weight, *needs_vectors, _ = ctx.needs_input_grad
+        needs_bias, needs_gamma, needs_beta = needs_vectors
+        how = ctx.how._replace(needs=needed_of((needs_x, needs_weight, needs_bias, False, needs_gamma, needs_beta)))
         if goes_again(dy):
             rows = None if x is None else x.movedim(1, -1).reshape(-1, k)
             found = gradients_again(how, ctx.given, dy.movedim(1, -1).reshape(-1, dy.shape[1]), rows, vectors)
@@ -111,7 +114,7 @@ class _ChannelsFirst(Function):
             drop_given(ctx)
             dy = dy.resolve_neg().contiguous()
             dy = (dy.clone() if dy.data_ptr() % 16 else dy).view(deviations.shape)  # dy is read 16 bytes at a time
-            arrays = dy, None if x is None or not of_weight else x.view(len(dy), k), weight, deviations, vectors
+            arrays = dy, None if x is None or not needs_weight else x.view(len(dy), k), weight, deviations, vectors
             how = in_place(how, dy, deviations, ctx.at)
             of_call = how, prod(sizes)
             checked, made = run(BACKWARD_CHANNELS_FIRST, kind_of_tensor(dy), arrays, of_call)

@@ -14,10 +14,11 @@ from torch.compiler import is_compiling
 
 from .._arrays.check import checked_activation
 from .._arrays.kinds import NUMBERS
-from .._backward import How, backward_of, makes_both_products
+from .._backward import How, backward_of
 from .._backward import run as backward_run
 from .._forward import forward_of
-from .._plan import DUAL_ROWS
+from .._plan.dual_gemm import serves_dual_gemm
+from .._plan.skinny import serves_skinny_backward
 from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
@@ -302,8 +303,10 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
-        of_x, of_weight, *_ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=needed_of((of_x, of_weight, *_FOUR)), norm=False, group=None)  # only `_Norm` syncs
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        how = ctx.how._replace(
+            needs=needed_of((needs_x, needs_weight, *_FOUR)), norm=False, group=None
+        )  # only `_Norm` syncs
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         drop_given(ctx)
@@ -312,11 +315,11 @@ class _Linear(Function):
             return *_products(how, dg, *ctx.saved_tensors), None, None, None
         # Free the cast weight before making dweight, which has twice as many bytes.
         dx = dweight = None
-        if of_x:
+        if needs_x:
             dx, _ = _products(how._replace(needs=("x",)), dg, None, ctx.cast)
         if not keeps_graph():
             ctx.cast = None
-        if of_weight:
+        if needs_weight:
             _, dweight = _products(how._replace(needs=("weight",)), dg, ctx.saved_tensors[0], None)
         return dx, dweight, None, None, None
 
@@ -359,8 +362,8 @@ def _apply(
     # products, because dg is then never written. It also serves if one launch makes both products of few rows, because
     # dy is then small beside the weight.
     name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
-    whole = options[0] and options[-1] == 1 and makes_both_products(name, rows, *weight.shape)
-    whole = whole or (rows <= DUAL_ROWS[-1] and weight.dtype.itemsize == 2)
+    whole = options[0] and options[-1] == 1 and serves_skinny_backward(name, rows, *weight.shape)
+    whole = whole or (weight.dtype.itemsize == 2 and serves_dual_gemm(name, rows))
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)
     between: list[Any] = []
@@ -385,7 +388,7 @@ def _forward(
     return y, saved, How.of(saved, (), wide=wide)
 
 
-def _operands(saved: Saved, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
+def _operands(saved: Saved, needs_x: bool, needs_weight: bool) -> tuple[Any, Any]:
     """Return x and weight, each None if no backward reads it: a cast is then freed, and the original may change.
 
     The backward reads x only for dweight, but second derivatives and batched gradients also read it, to compute the
@@ -394,8 +397,8 @@ def _operands(saved: Saved, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
     x, weight = saved.x, saved.weight
     if not x.is_cuda:  # the backward on the CPU reads both
         return x, weight
-    reads_weight = makes_both_products(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
-    return x if of_x or of_weight else None, weight if of_x or reads_weight else None
+    reads_weight = serves_skinny_backward(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
+    return x if needs_x or needs_weight else None, weight if needs_x or reads_weight else None
 
 
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:

@@ -20,7 +20,7 @@ from .._plan.activations import follows_from_y
 from .._typing import Activation, Gemm, Precision
 from .._values import choice
 from ._activations import apply, before
-from ._again import apart
+from ._again import as_variables
 from ._autograd import cast, goes_again, is_watched, kind_of_tensor, needed_of, widens
 from ._function import is_transformed, require_tensors
 
@@ -92,7 +92,7 @@ class _LinearCall(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, more: Any) -> Any:
         activation, precision, gemm, dtype = more
-        of_x, of_weight, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         wide = widens(dtype, weight)
         operands = cast(x, dtype), cast(weight, dtype)
         ctx.connected = operands[0] is x and operands[1] is weight
@@ -101,7 +101,7 @@ class _LinearCall(Function):
         ctx.how = How.of(saved, (), wide=wide)
         # second derivatives need all that the activation's derivative depends on
         ctx.through = again = saved.activation is not None and not follows_from_y(saved.activation)
-        kept = x if of_weight or again else None, weight if of_x or again else None, bias if again else None
+        kept = x if needs_weight or again else None, weight if needs_x or again else None, bias if again else None
         ctx.save_for_backward(*kept, saved.deviations)
         return y
 
@@ -131,7 +131,7 @@ def _through(activation: Any, needs: tuple[str, ...], dy: Any, *operands: Any) -
     """Return the gradients of x, weight and bias, each None if not needed, computed by PyTorch's own operators."""
     create = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
-        operands = tuple(apart(create, *operands))
+        operands = tuple(as_variables(create, *operands))
         named = dict(zip(("x", "weight", "bias"), operands, strict=True))
         x, weight, bias = operands
         y = apply(functional.linear(x, weight, None if bias is None else bias.to(x.dtype)), activation)

@@ -15,7 +15,7 @@ from .._forward import add_and_activate
 from .._plan.activations import follows_from_y
 from .._values import shown
 from ._activations import apply, before
-from ._again import apart
+from ._again import as_variables
 from ._autograd import goes_again, is_watched
 
 
@@ -83,6 +83,6 @@ def _again(dy: Any, kept: Any, activation: Any) -> Any:
         return before(activation, dy, kept)
     create = is_grad_enabled()
     with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
-        (v,) = apart(create, kept)
+        (v,) = as_variables(create, kept)
         (dv,) = torch.autograd.grad(apply(v, activation), v, dy, create_graph=create)
     return dv

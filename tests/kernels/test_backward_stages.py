@@ -11,7 +11,6 @@ import gsbn
 from gsbn import Gradients
 from gsbn._arrays.kinds import kind_of as library_of
 from gsbn._backward import How, run
-from gsbn._plan import Limits
 from tests.support.harness import DTYPES, assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +86,7 @@ def test_products_of_small_integers_are_exact(shape: tuple[int, int, int], dtype
         integers((features, inputs), dtype),
         integers((rows, features), dtype),
     )
-    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x", "weight"), None, Limits(), norm=False)
+    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x", "weight"), norm=False)
     dx = cupy.asnumpy(dg).astype(np.float64) @ cupy.asnumpy(weight).astype(np.float64)
     dweight = cupy.asnumpy(dg).astype(np.float64).T @ cupy.asnumpy(x).astype(np.float64)
     found, _ = run(library_of(x), (dg, x, weight, None, None), how._replace(wide=dtype != "float32"))

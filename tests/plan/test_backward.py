@@ -440,5 +440,5 @@ def test_limbs_are_refused_for_sizes_beyond_32_bits(saved: bool) -> None:
     """The kernel has 32-bit sizes."""
     p = contiguous(2, 8, 2**30 + 8, "float32")
     assert plan(p, training=True, saved=saved).gemm == "cublas"
-    with pytest.raises(ValueError, match=r"gemm: .*copy engine"):
+    with pytest.raises(ValueError, match=r"gemm: .*TMA"):
         plan(p, training=True, gemm="sm90", saved=saved)

@@ -295,9 +295,9 @@ def _product_of(cupy: Any, name: str, dg: Any, x: Any, weight: Any, limits: Limi
     rows, features = dg.shape
     given = cupy.full((rows, -(-features // 4) * 4), cupy.nan, "f4")[:, :features]
     given[...] = dg
-    how = How(True, "highest", gemm, (None,) * 4, None, None, None, (name,), None, limits, norm=False)
+    how = How(True, "highest", gemm, (None,) * 4, None, None, None, (name,), norm=False)
     with poisoned_allocations(kind_of("cupy")):
-        found, _ = run(library_of(dg), (given, x, weight, None, None), how)
+        found, _ = run(library_of(dg), (given, x, weight, None, None), how, limits=limits)
     return found[NAMES.index(name)]
 
 
