@@ -25,7 +25,7 @@ _TRAINING, _PRECISION, _ACTIVATION, _GROUP, _RENORM, _GROUPS = map(
     OPTIONS.index, ("training", "precision", "activation", "group", "renorm", "groups")
 )
 
-_LIMITS = ARRAYS.index("renorm")
+_RENORM_ARRAY = ARRAYS.index("renorm")
 
 
 # For type checkers: return_saved is False; it is True; it is unknown, or x is another library's array.
@@ -281,7 +281,7 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
     gsbn itself may have made (`own` of `kinds_of`)."""
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
     if (renorm := options[_RENORM]) is not None:
-        arrays, options = _with_limits(arrays, options, renorm)
+        arrays, options = _with_renorm(arrays, options, renorm)
     groups = options[_GROUPS]
     if type(groups) is not int or groups != 1:
         flag("training", options[_TRAINING])
@@ -304,7 +304,7 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
     return (x, weight.weight, *arrays[2:]), options, weight, ("out", "weight")
 
 
-def _with_limits(arrays: Arrays, options: Options, renorm: Any) -> tuple[Arrays, Options]:
+def _with_renorm(arrays: Arrays, options: Options, renorm: Any) -> tuple[Arrays, Options]:
     """The arrays with the limits of renorm as an array, or the options with the limits as numbers; in inference neither
     has limits."""
     limits = None
@@ -314,4 +314,5 @@ def _with_limits(arrays: Arrays, options: Options, renorm: Any) -> tuple[Arrays,
     renorm = renorm_of(renorm)
     if not options[_TRAINING]:
         renorm = limits = None
-    return (*arrays[:_LIMITS], limits, *arrays[_LIMITS + 1 :]), (*options[:_RENORM], renorm, *options[_RENORM + 1 :])
+    arrays = (*arrays[:_RENORM_ARRAY], limits, *arrays[_RENORM_ARRAY + 1 :])
+    return arrays, (*options[:_RENORM], renorm, *options[_RENORM + 1 :])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from .backward_passes import Passes, cut_passes, dy_on_words
+from .backward_passes import Passes, cut_passes
 from .backward_products import Product, choose_product, multiply_both, split_limbs_of
-from .copies import in_rows, on_words
+from .copies import in_rows, on_words, vector_rows
 from .declared import kind_code
 from .dual_gemm import DualGemm, dual_gemm_for, multiply_at_once
 from .limbs import Splits
@@ -128,15 +128,9 @@ class _Backward:
         given = Vectors({name: p.dtype for name in asked.needs if name in VECTOR_PARAMETERS})
         self.vectors = asked.vectors or given
         self.one_scale = self.vectors.scale_shape is not None and "scale" in asked.needs and asked.norm
-        shapes: dict[str, tuple[int, ...]] = {"x": (p.m, p.k), "weight": (p.n, p.k)}
-        shapes |= dict.fromkeys(VECTOR_PARAMETERS, (p.n,))
-        if self.vectors.scale_shape is not None:
-            shapes["scale"] = self.vectors.scale_shape
-        self.gradients = dict.fromkeys(shapes, ABSENT)
-        for name, shape in shapes.items():
-            if name in asked.needs and (asked.norm if name in VECTOR_PARAMETERS else asked.linear):
-                dtype = "float32" if name == "weight" and asked.wide else p.dtype
-                self.gradients[name] = self.build.make(gradient_of(name), shape, self.vectors.dtypes.get(name, dtype))
+        of_half = (*(VECTOR_PARAMETERS if asked.norm else ()), *(("x", "weight") if asked.linear else ()))
+        needs = [name for name in of_half if name in asked.needs]
+        self.gradients = make_gradients(self.build, p, needs, self.vectors, wide=asked.wide)
 
     def of_nothing(self) -> Program:
         """Return the program for an empty batch, whose gradients are zeros."""
@@ -159,7 +153,7 @@ class _Backward:
         of_vectors = not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
         sums = norm and ((dg and training) or of_vectors or ranks is not None)
         takes_dy = products and linear and not dg
-        if (takes_dy or (norm and dy.strides[1] != 0)) and not dy_on_words(dy, size):
+        if (takes_dy or (norm and dy.strides[1] != 0)) and not vector_rows(dy, size):
             dy = in_rows(n, size)
         pitch = dy.strides[0] if takes_dy or not norm else round_up(n, 16 // size)
 
@@ -353,3 +347,17 @@ class _Backward:
 
 def gradient_of(name: str) -> str:
     return f"gradient of {name}"
+
+
+def make_gradients(
+    build: Builder, p: Matmul, needs: Collection[str], vectors: Vectors, *, wide: bool
+) -> dict[str, str]:
+    """Add the arrays of the gradients that are needed. Return the name of each gradient's memory."""
+    shapes = {"x": (p.m, p.k), "weight": (p.n, p.k), **dict.fromkeys(VECTOR_PARAMETERS, (p.n,))}
+    if vectors.scale_shape is not None:
+        shapes["scale"] = vectors.scale_shape
+    dtypes = {"weight": "float32" if wide else p.dtype, **vectors.dtypes}
+    return {
+        name: build.make(gradient_of(name), shape, dtypes.get(name, p.dtype)) if name in needs else ABSENT
+        for name, shape in shapes.items()
+    }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
+from .copies import vector_rows
 from .gemm import waiting_grid
-from .problem import ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, deviations_dtype, row_threads_for, split_rows
+from .problem import ITEMSIZE, SPLITS, Matmul, ceil_div, deviations_dtype, row_threads_for, split_rows
 from .sources import Kernel, with_activation, with_ghosts, with_renorm
 from .variants import COLUMN_CLUSTERS, GHOST_KERNELS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
 
@@ -31,10 +32,6 @@ class Passes(NamedTuple):
     total: tuple[Kernel, int]  # adds up the gradient of a scale of one element
     splits: int  # clusters of backward_sums that share a column block
     fields: dict[str, int]  # the fields of the kernels' structs that say how dy is divided
-
-
-def dy_on_words(dy: Matrix, size: int) -> bool:
-    return dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0
 
 
 def cut_passes(
@@ -96,7 +93,7 @@ def cut_passes(
         dg=(of_dg, device.grid(blocks * (row_blocks if dg else 1))),
         total=(total, 1),
         splits=splits,
-        fields=fields | {"dy_row": p.y.strides[0], "dy_col": p.y.strides[1], "vector_dy": dy_on_words(p.y, size)},
+        fields=fields | {"dy_row": p.y.strides[0], "dy_col": p.y.strides[1], "vector_dy": vector_rows(p.y, size)},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .copies import in_rows, on_words
+from .copies import in_rows, on_words, start_on_words
 from .cost import copies_us, ieee_us, product_us, word_of
 from .declared import flags
 from .gemm import (
@@ -135,9 +135,9 @@ def _multiply(
             build.copy(Copy(to, c, (p.m, p.n), ITEMSIZE[dtype], q.y, p.y))
     else:
         axis = 0 if product.rows else 1  # skinny_product takes a K-major b, gemm_tiled an MN-major b
-        size, ldw = ITEMSIZE[p.dtype], p.w.strides[axis]
-        whole = {"vector_w": p.w.aligned and ldw * size % 16 == 0, "vector_y": p.n * size % 16 == 0}
-        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": ldw, "ldg": p.n}
+        size = ITEMSIZE[p.dtype]
+        whole = {"vector_w": start_on_words(p.w, size, axis), "vector_y": p.n * size % 16 == 0}
+        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": p.w.strides[axis], "ldg": p.n}
         fields |= {"stats_rows": product.rows, "flags": flags(vector_x=True, **whole)}
         passed = dict(zip(("x", "w", "g"), operands, strict=True))
         build.launch(product.kernel, product.grid, fields, passed, product.block, made_of=product)

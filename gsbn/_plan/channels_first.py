@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import declared
+from .backward import Vectors, make_gradients
 from .copies import in_rows, on_words
-from .gemm import MAX_TERMS, TileOrder
+from .gemm import MAX_TERMS, NOT_HOPPER, TOO_LARGE, TileOrder, statistics_words
 from .problem import INT32_MAX, ITEMSIZE, SAVED_ROWS, VECTOR_PARAMETERS, VECTORS, Device, Matmul, ceil_div, round_up
 from .products import SM90_WORDS, reduce_split_k
 from .program import ABSENT, Builder, Program, place
@@ -38,13 +39,13 @@ TILE_ELEMENTS = 16384  # the fixed costs of a tile, as the number of elements th
 def channels_first_obstacle(dtype: str, m: int, n: int, k: int, length: int, device: Device) -> str | None:
     """Return why these kernels cannot serve a layer of k inputs and n features or its backward; None if they can."""
     if not device.hopper:
-        return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
+        return NOT_HOPPER
     if dtype not in ("float16", "bfloat16"):
         return "it has 16 bits only"
     if length < LEAST_LENGTH or length % WORD:
         return f"TMA takes samples of {WORD}, {2 * WORD}, ... rows, from {LEAST_LENGTH} on"
     if max(m, n, k) > INT32_MAX // 2 or max(n, k) * length * ITEMSIZE[dtype] >= 2**40:
-        return "TMA takes smaller sizes"
+        return TOO_LARGE
     if k > MAX_TERMS[dtype] or n > MAX_TERMS[dtype]:  # dx has sums of n terms
         return f"beyond {MAX_TERMS[dtype]} features its sums lose digits"
     if max(ceil_div(n, SM90_BLOCK_N), ceil_div(k, SM90_BLOCK_N)) > device.sms:
@@ -111,8 +112,7 @@ def plan_forward_channels_first(
     blocks, words = ceil_div(p.n, SM90_BLOCK_N), {"partial": ABSENT, "merged": ABSENT, "epoch": ABSENT}
     cooperative = training and (tile.tiles > 1 or momentum is None)
     if training:
-        merged = tile.clusters // tile.columns * blocks * SM90_BLOCK_N * 16
-        epoch = merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
+        merged, epoch = statistics_words(tile.clusters // tile.columns * blocks, blocks, saves=saves)
         build.reserve(epoch + 8 * (1 + tile.clusters * tile.cluster))
         words = {"partial": place(0), "merged": place(merged), "epoch": place(epoch)}
     fields = _fields(p, length, tile) | {"eps": eps, "number": number, **vectors}
@@ -147,12 +147,8 @@ def plan_backward_channels_first(
     """
     build, size = Builder(p.device), ITEMSIZE[p.dtype]
     m, n, k = p.m, p.n, p.k
-    made = dict.fromkeys(("x", "weight", *VECTOR_PARAMETERS), ABSENT)
-    shapes: dict[str, tuple[int, ...]] = {"x": (m, k), "weight": (n, k), **dict.fromkeys(VECTOR_PARAMETERS, (n,))}
-    of = {"x": p.dtype, "weight": "float32" if wide else p.dtype, **dtypes}
-    for name in needs:
-        if name in of:
-            made[name] = build.make(f"gradient of {name}", shapes[name], of[name])
+    given = [name for name in needs if name in ("x", "weight") or name in dtypes]
+    made = make_gradients(build, p, given, Vectors(dtypes), wide=wide)
     products = not {"x", "weight"}.isdisjoint(needs)
     w_at, of_w = _weight(build, p) if "x" in needs else (p.w, "weight")
     build.copy()
@@ -201,7 +197,7 @@ def plan_backward_channels_first(
         )  # fmt: skip
         passed = absent | {"y": place(parts_at)}
         build.launch(kernel, split.grid, fields, passed, SM90_THREADS, maps=maps)
-        reduce_split_k(build, parts, place(parts_at), made["weight"], (n, k), of["weight"])
+        reduce_split_k(build, parts, place(parts_at), made["weight"], (n, k), "float32" if wide else p.dtype)
     return build.program("backward", "channels first")
 
 

@@ -34,6 +34,16 @@ def on_words(at: Matrix, cols: int, itemsize: int) -> bool:
     return adjacent(at, cols) and word(at, itemsize) == 16
 
 
+def start_on_words(at: Matrix, itemsize: int, axis: int = 0) -> bool:
+    """Return whether all rows, or with ``axis=1`` all columns, start on 16 bytes. They may overlap."""
+    return at.aligned and at.strides[axis] * itemsize % 16 == 0
+
+
+def vector_rows(at: Matrix, itemsize: int) -> bool:
+    """Return whether rows can be read as vectors of 16 bytes. They may overlap, as those of a broadcast array do."""
+    return at.strides[1] == 1 and start_on_words(at, itemsize)
+
+
 def whole_words(at: Matrix, cols: int, itemsize: int) -> bool:
     """Return whether rows may be written in whole words of 16 bytes. Rows of a copy are padded, so all words fit."""
     return on_words(at, cols, itemsize) and (at.own or cols * itemsize % 16 == 0)

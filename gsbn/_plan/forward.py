@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .copies import in_rows, whole_words
+from .copies import in_rows, start_on_words, vector_rows, whole_words
 from .declared import flags
 from .forward_path import gemm_for, mode_of, one_pass_serves, taken_by
 from .gemm import OfCall, OneLaunch, one_launch, tiled, waiting_grid
@@ -170,8 +170,8 @@ def _save(build: Builder, call: _Call, pitch: int) -> None:
 def _flags(call: _Call, **given: bool) -> int:
     taken, size = call.taken, ITEMSIZE[call.p.dtype]
     return flags(
-        vector_x=taken.x.aligned and taken.x.strides[0] * size % 16 == 0,
-        vector_w=taken.w.aligned and taken.w.strides[0] * size % 16 == 0,
+        vector_x=start_on_words(taken.x, size),
+        vector_w=start_on_words(taken.w, size),
         cumulative=call.cumulative,
         units=call.saved_dtype == "float16",
         running=not call.training,
@@ -231,7 +231,7 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
         maps[2] = maps[0]
     if call.ranks is not None:
         passed |= {"ranks": "ranks"}
-    passed |= _limits(call)
+    passed |= _of_renorm(call)
     how: dict[str, Any] = {"maps": tuple(maps), "cooperative": one.cooperative, "made_of": (one, taken)}
     build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, **how)
     if y_memory != y:
@@ -249,7 +249,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     y_size, g_size = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)
 
     # In float32 and float64, g can lie in y or in the deviations, which saves a B x O array, half in L2.
-    vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
+    vector_y = vector_rows(y, y_size)
     y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saves and not skinny
     if call.gemm == "sm90" and n * y_size % 16:  # TMA stores whole 16 bytes, which would pass the end of a row
         y_is_g = False
@@ -315,7 +315,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     if m:
         passed = {**of_g, "y": y_name} | ({} if one_pass else {"workspace": place(0)})
         passed |= {**arguments, "num_batches_tracked": count, "deviations": deviations, "saved": vectors}
-        passed |= _limits(call) if one_pass else {}
+        passed |= _of_renorm(call) if one_pass else {}
         kernel = with_activation(with_ghosts(normalize_kernel, ghosts), call.activation)
         build.launch(kernel, division.normalize_grid, fields, passed, block)
     if tracks:
@@ -324,7 +324,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
         build.launch(track_ghosts(), p.device.grid(ceil_div(n, GHOST_FEATURES)), fields, passed)
 
 
-def _limits(call: _Call) -> dict[str, str]:
+def _of_renorm(call: _Call) -> dict[str, str]:
     """Return the memory that is passed in addition to a variant for batch renormalisation."""
     return {} if call.renorm is None else {"renorm": "renorm"}
 
@@ -390,7 +390,7 @@ def _merge_statistics(
     ranks, count = call.ranks, letters(call.p.n, 2)
     *_, vectors, batches = call.names
     passed = {"workspace": place(0), "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **arguments}
-    passed |= {"num_batches_tracked": batches, "saved": vectors, **_limits(call)}
+    passed |= {"num_batches_tracked": batches, "saved": vectors, **_of_renorm(call)}
     if ranks is not None and not ranks.waits:
         if call.m == 0:
             build.clear(place(posted), 8 * count)

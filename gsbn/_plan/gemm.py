@@ -42,6 +42,7 @@ FEW_TERMS = 512
 # forward_sm90 serves up to so many terms. It adds all of them in the tensor core, which truncates to float32. The error
 # grows with their number. With more terms, it would exceed a quarter of the dtype's eps (in TF32: cuBLAS' error).
 MAX_TERMS = {"float16": 2**15, "bfloat16": 2**18, "tf32": 2**15}
+NOT_HOPPER, TOO_LARGE = "it needs a GPU of compute capability 9.0 and NVRTC 12.9", "TMA takes smaller sizes"
 LEAST_TERMS = 64  # "auto" takes limbs from so many terms on: the errors of fewer do not average out in a variance
 
 
@@ -267,8 +268,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
     if mode not in ("gemm", "cluster_batch"):  # these need no words in the workspace
         words = (order.parts_alone if mode == "recompute" else rows) * blocks
         words += in_panels * in_parts[0] + (blocks - in_panels) * in_parts[1] if defers else 0
-        merged = words * SM90_BLOCK_N * 16
-        epoch = merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
+        merged, epoch = statistics_words(words, blocks, saves=saves)
         workspace = epoch + round_up(8 * (1 + clusters * cluster * split), 256)
     made = None
     if by_limbs(element) and mode != "gemm":  # for "gemm", limbs.py lays out the limbs
@@ -295,6 +295,15 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         shares_weight=mode == "cluster_batch",
         defers=defers,
     )
+
+
+def statistics_words(partial: int, blocks: int, *, saves: bool) -> tuple[int, int]:
+    """Return the offsets, in the workspace of forward_sm90, of the merged statistics and of the words behind them.
+
+    Before them are the partial statistics: so many, of a block of features each. `blocks`: blocks of features.
+    """
+    merged = partial * SM90_BLOCK_N * 16
+    return merged, merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
 
 
 def mostly_writes(p: Matmul) -> bool:
@@ -376,12 +385,12 @@ def takes_limbs(dtype: str, precision: str, device: Device) -> bool:
 def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str | None:
     m, n, k, dtype, device, x, w, y, _ = p
     if not device.hopper:
-        return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
+        return NOT_HOPPER
     if dtype == "float64":
         return "it has no float64"
     size, limbs = ITEMSIZE[dtype], element_for(dtype, precision) == "limbs"
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
-        return "TMA takes smaller sizes"
+        return TOO_LARGE
     if saved and not training:
         # Tensor cores truncate, so g's errors have one sign, and add up in the backward's sums over g.
         return "it keeps nothing for a backward with frozen statistics (return_saved=True)"

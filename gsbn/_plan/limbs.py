@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .copies import start_on_words
 from .problem import Device, Matrix, ceil_div, round_up
 from .sources import Constants
 from .variants import split_rows_at_once
@@ -73,12 +74,8 @@ def split_of(name: str, at: Matrix, count: int, k: int, place: Place = SCRATCH) 
     """Return the split of an operand with `count` rows of k elements, which is K-major or MN-major."""
     operand = Operand(place, limb_pitch(k))
     if at.strides[1] == 1:
-        return Split(name, count, k, at.strides[0], _whole(at, 0), k_major=operand)
-    return Split(name, k, count, at.strides[1], _whole(at, 1), mn_major=operand)
-
-
-def _whole(at: Matrix, axis: int) -> bool:
-    return at.aligned and at.strides[axis] % 4 == 0
+        return Split(name, count, k, at.strides[0], start_on_words(at, 4), k_major=operand)
+    return Split(name, k, count, at.strides[1], start_on_words(at, 4, axis=1), mn_major=operand)
 
 
 def lay_out(wanted: Iterable[Split], start: int) -> Splits:

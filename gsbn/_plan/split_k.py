@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .copies import start_on_words
 from .cost import tall_us
 from .gemm import takes_limbs
 from .problem import INT32_MAX, Device, Matmul, ceil_div, round_up
@@ -62,7 +63,7 @@ def tall(p: Matmul, precision: str) -> Tall | None:
     splits = min(p.device.sms // (high * wide), ceil_div(p.k, 8 * CHUNK))
     rows = round_up(ceil_div(p.k, splits), CHUNK)
     splits = ceil_div(p.k, rows)
-    whole_words = all(at.aligned and at.strides[1] % 4 == 0 for at in (p.x, p.w))
+    whole_words = all(start_on_words(at, 4, axis=1) for at in (p.x, p.w))
     parts = split_k_reduction(splits, high * TALL_SIDE, wide * TALL_SIDE, p.device)
     us = tall_us(p, rows // CHUNK, parts.nbytes, whole_words=whole_words)
     return Tall(tall_product(), high * wide * splits, rows, whole_words, parts, us)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gsbn._plan import ITEMSIZE, Matmul, Matrix, place_of_u, then_activate
-from gsbn._plan.backward_passes import dy_on_words
+from gsbn._plan.copies import vector_rows
 from gsbn._plan.gemm import CUBLAS_SMS
 from gsbn._plan.program import Launch
 from gsbn._plan.variants import activate
@@ -51,7 +51,7 @@ def test_a_backward_fits(p: Matmul, needs: set[str], gemm: str, precision: str, 
             assert (launch.passed.get("dg", "absent") == "absent") == (not (active and products)) or (
                 launch.kernel.name == "backward_sums"
             )
-    if products and not active and not dy_on_words(p.y, ITEMSIZE[p.dtype]):
+    if products and not active and not vector_rows(p.y, ITEMSIZE[p.dtype]):
         assert {"copy_rows", "copy_matrix"}.intersection(launched)
 
 
@@ -90,7 +90,7 @@ def test_the_products_of_a_given_dg(p: Matmul, needs: set[str], precision: str, 
     assert_steps_fit(program, ARGUMENTS, known(), largest_grid(p.device))
     assert not [launch for launch in program.launches() if launch.kernel.name.startswith("backward_")]
     copied = any(array.name == "copy of dy" for array in program.arrays)
-    assert copied != dy_on_words(p.y, ITEMSIZE[p.dtype])
+    assert copied != vector_rows(p.y, ITEMSIZE[p.dtype])
 
 
 def test_the_last_layer_of_a_head_makes_limbs_of_dy_once() -> None:
