@@ -3,7 +3,7 @@
     python docs/draw_call.py     # rewrites the picture; tests/project/test_drawing.py compares it, and what it says
 
 The layer is KernelBench's problem 33, Linear with a bias, a scale for each feature and BatchNorm1d, with B rows in
-bfloat16 on an H200. A launch reads each of its operands once and writes each of its results once; that a product reads
+bfloat16 on a Hopper GPU. A launch reads each of its operands once and writes each of its results once; that a product reads
 tiles of an operand again, mostly from the L2 cache, is left out on both sides.
 
 PyTorch's launches are those of its operators: ``addmm``, ``mul``, ``native_batch_norm`` and their derivatives. On a
@@ -110,7 +110,7 @@ def picture() -> str:
     """The drawing, as SVG."""
     shapes = [
         text(LEFT, 30, "One training step of a layer: what is launched, and what it moves", 18, more=BOLD),
-        text(LEFT, 51, f"Linear, scale, BatchNorm1d; x ({B}, {I}), weight ({O}, {I}), bfloat16, on an H200. "
+        text(LEFT, 51, f"Linear, scale, BatchNorm1d; x ({B}, {I}), weight ({O}, {I}), bfloat16, on a Hopper GPU. "
              f"A matrix of B×O has {MB['B×O']:.0f} MB, the weight {MB['O×I']:.0f}.", 12.5, FAINT),
         bar(LEFT, 62, 20, READ), text(LEFT + 26, 71, "read", 12), bar(LEFT + 66, 62, 20, WRITTEN),
         text(LEFT + 92, 71, "written", 12),

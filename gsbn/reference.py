@@ -237,6 +237,10 @@ class Gradients(_Gradients[A_co]):
         made.residual = residual
         return made
 
+    def __repr__(self) -> str:
+        shown = super().__repr__()
+        return shown if self.residual is None else f"{shown[:-1]}, residual={self.residual!r})"
+
     def __reduce__(self) -> Any:
         return Gradients, (*self, self.residual)
 

@@ -164,6 +164,8 @@ def checked_activation(value: Any) -> Any:
     if value is None:
         return None
     if not isinstance(value, tuple):
+        if callable(value):
+            raise TypeError(f"activation: expected its name, one of {ACTIVATIONS}, got {shown(value)}")
         choice("activation", value, ACTIVATIONS)
         return value
     if len(value) != 2 or not isinstance(value[0], str) or value[0] not in _WITH_NUMBER:

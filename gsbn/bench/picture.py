@@ -16,30 +16,35 @@ if TYPE_CHECKING:
 KIND_COLOURS = {
     "float32": "#2f4b7c", "tf32": "#d18f2c", "bfloat16": "#d1495b", "float16": "#3b8a6e", "float64": "#6b5b95",
 }  # fmt: skip
-MANY = 10  # groups of bars, from which on their labels stand upright and bear no times
+ACROSS = 2  # panels of bars side by side
+OURS = "gsbn", "gsbn-matmul"  # candidates whose bars bear their times
+REACHED = {"pytorch": "PyTorch eager", "gemm-torch": "cuBLAS", "gsbn": "gsbn", "gsbn-matmul": "gsbn.matmul"}
 
 
 def draw(report: Report, view: View, file: str | Path) -> None:
-    """A panel of bars below each other for each of the view's, and the roofline of layers; PNG, SVG or PDF."""
+    """Draw the view's panels of bars, and the roofline of layers beside them; PNG, SVG or PDF."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     panels = view.panels(report)
     timed = {name for groups in panels.values() for _, times in groups for name in times}
+    series = {name: view.series[name] for name in view.series if name in timed}
     unit = next((name for name in view.units if name in timed), "")
-    roofs = report.rates is not None
+    across = min(ACROSS, max(len(panels), 1))
+    down = max(-(-len(panels) // across), 1)
+    bars = max((len(groups) for groups in panels.values()), default=1) * (len(series) + 1)
     with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(14, max(4.6, 2.8 * len(panels))), layout="constrained")
-        grid = figure.add_gridspec(max(len(panels), 1), 3)
+        figure = Figure(figsize=(14, max(4.6, 1.2 + down * (0.8 + 0.1 * bars))), layout="constrained")
+        grid = figure.add_gridspec(down, across + (report.rates is not None))
         for index, (name, groups) in enumerate(panels.items()):
-            axes = figure.add_subplot(grid[index, : 2 if roofs else 3])
+            axes = figure.add_subplot(grid[index // across, index % across])
             axes.set_title(name, fontsize=9.5, loc="left")
-            _bars(axes, groups, {name: view.series[name] for name in view.series if name in timed}, unit)
+            _bars(axes, groups, series, unit)
         if panels:
             handles, labels = figure.axes[0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside lower left", ncols=len(labels) or 1, frameon=False)
         if report.rates is not None:
-            _roofline(figure.add_subplot(grid[:, 2]), report, report.rates)
+            _roofline(figure.add_subplot(grid[:, across]), report, report.rates)
         e = report.environment
         where = e["gpus"][0]["name"] if report.on_gpu else "the CPU"
         title = f"gsbn {e['gsbn']}, {view.subject(report)}, on {where}, {report.date[:10]}"
@@ -54,29 +59,29 @@ def speeds(times: Mapping[str, float], unit: str) -> dict[str, float]:
 
 
 def _bars(axes: Axes, groups: Groups, series: Series, unit: str) -> None:
-    """Bars of speeds, a group for each label below them; gsbn's bear their times. What is far above the other layers,
-    as a bare GEMM may be, is cut."""
-    width, few = 0.82 / max(len(series), 1), len(groups) <= MANY
+    """Draw bars of speeds, a group for each label on the left; gsbn's bear their times. What is far beyond the other
+    layers, as a bare GEMM may be, is cut."""
+    width = 0.82 / max(len(series), 1)
     found = [speeds(times, unit) for _, times in groups]
     for i, (name, (label, colour)) in enumerate(series.items()):
         at = [n + (i - (len(series) - 1) / 2) * width for n in range(len(groups))]
-        axes.bar(at, [group.get(name, 0.0) for group in found], width * 0.92, color=colour, label=label)
-        for x, speed, (_, times) in zip(at, found, groups, strict=True):
-            if name == "gsbn" and name in times and few:
+        axes.barh(at, [group.get(name, 0.0) for group in found], width * 0.92, color=colour, label=label)
+        for y, speed, (_, times) in zip(at, found, groups, strict=True):
+            if name in OURS and name in times:
                 ms = times[name] * 1e3
                 text = f"{digits(ms)} ms" if ms >= 1 else f"{digits(ms * 1e3)} µs"
-                axes.annotate(text, (x, speed[name]), (0, 2), textcoords="offset points", ha="center", fontsize=7.5,
+                axes.annotate(text, (speed[name], y), (3, 0), textcoords="offset points", va="center", fontsize=6.5,
                               color=colour, fontweight="bold", path_effects=_outline())  # fmt: skip
-    highest = max((speed for group in found for name, speed in group.items() if "gemm" not in name), default=1.0)
-    axes.set_ylim(0, 1.25 * highest)
-    axes.axhline(1, color="#444", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-    axes.set_xticks(range(len(groups)), [label for label, _ in groups], rotation=0 if few else 90, fontsize=7)
-    axes.tick_params(axis="x", length=0)
-    axes.set_ylabel(f"speed, {series[unit][0] if unit else 'the slowest'} = 1")
+    highest = max((speed for group in found for name, speed in group.items() if name != "gemm"), default=1.0)
+    axes.set(xlim=(0, 1.2 * highest), ylim=(len(groups) - 0.4, -0.6))
+    axes.axvline(1, color="#444", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    axes.set_yticks(range(len(groups)), [label for label, _ in groups], fontsize=7)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"speed, {series[unit][0] if unit else 'the slowest'} = 1")
 
 
 def _roofline(axes: Axes, report: Report, rates: Rates) -> None:
-    """What this machine can do at most, and what PyTorch eager and gsbn reach."""
+    """Draw what this machine can do at most, and what PyTorch and gsbn reach."""
     kinds = list(dict.fromkeys(case.kind for case in report.by_case()))
     intensity = [case.flops / case.least_bytes for case in report.by_case()] or [1.0]
     low, high = min(intensity) / 3, max(intensity) * 3
@@ -91,7 +96,9 @@ def _roofline(axes: Axes, report: Report, rates: Rates) -> None:
         axes.annotate(SHORT[kind], (high, top / 1e12), (-48 * column, 3), textcoords="offset points", ha="right",
                       fontsize=8, color=KIND_COLOURS[kind], path_effects=_outline())  # fmt: skip
         written.append(top)
-    for name, hollow, label in (("pytorch", True, "PyTorch eager"), ("gsbn", False, "gsbn")):
+    timed = {r.candidate for r in report.results if r.times}
+    for name in (n for n in REACHED if n in timed and (n != "gemm-torch" or "pytorch" not in timed)):
+        hollow, label = name not in OURS, REACHED[name]
         for kind in kinds:
             chosen = [r for r in report.results if r.candidate == name and r.case.kind == kind and r.times]
             x = [r.case.flops / r.case.least_bytes for r in chosen]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._arrays.check import PRECISIONS, checked_activation
 from .._fold import fold
 from .._typing import Activation, Precision
-from .._values import choice, type_name
+from .._values import choice, flag, type_name
 from ._activations import module_of
 from ._groups import check_group
 from ._modules import FOLLOWERS, SyncBatchNorm, are_plain, fused, not_pointwise
@@ -40,6 +40,8 @@ class ConvBatchNorm(nn.Module):
         precision: Precision = "highest",
         process_group: Any = None,
     ) -> None:
+        for name, given in (("bias", bias), ("affine", affine)):
+            flag(name, given)
         check_group(process_group)
         conv = self._conv(in_channels, out_channels, 1, bias=bias, device=device, dtype=dtype)
         of_norm = out_channels, eps, momentum, affine, track_running_stats, device, dtype

@@ -12,7 +12,7 @@ from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._fold import fold
 from .._renorm import Renorm
 from .._typing import Activation, Gemm, Precision
-from .._values import choice, ghost_count, type_name
+from .._values import choice, flag, ghost_count, type_name
 from ._activations import module_of
 from ._function import check_features, require_tensors
 from ._ghosts import GhostBatchNorm1d
@@ -122,6 +122,8 @@ class LinearBatchNorm1d(nn.Module):
         renorm: Renorm | tuple[float, float] | Tensor | None = None,
         groups: int = 1,
     ) -> None:
+        for name, chosen in (("bias", bias), ("scale", scale), ("affine", affine)):  # `from_modules` takes parameters
+            flag(name, chosen)
         checked_activation(activation)
         choice("precision", precision, PRECISIONS)
         choice("gemm", gemm, GEMMS)

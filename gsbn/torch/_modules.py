@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.nn.modules import module as _module
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._arrays.admit import is_memory
 from .._typing import Activation, Gemm, Precision
@@ -236,6 +238,8 @@ def around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row |
     The result depends only on the modules' classes and sizes.
     """
     norm = children[i]
+    if isinstance(norm, LazyModuleMixin):
+        return "it has no parameters yet: call the model once, then convert"
     if norm.__class__ not in NORMS:
         return f"it is a {title(norm)}, not an nn.BatchNorm1d, nn.BatchNorm2d or nn.SyncBatchNorm"
     scaled = i > 0 and (children[i - 1].__class__ in scales or isinstance(children[i - 1], Tensor))
@@ -243,6 +247,10 @@ def around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row |
     if at < 0:
         return "no nn.Linear or convolution stands before it"
     linear = children[at]
+    if isinstance(linear, LazyModuleMixin):
+        return f"its {title(linear)} has no parameters yet: call the model once, then convert"
+    if is_parametrized(linear):
+        return "its weight is parametrized: remove the parametrization, then convert"
     if linear.__class__ not in FOLLOWERS:
         more = "" if scaled else " or a class in scales="
         return f"it follows a {title(linear)}, not an nn.Linear, an nn.Conv1d, an nn.Conv2d{more}"

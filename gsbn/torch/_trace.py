@@ -106,7 +106,8 @@ def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
         if codes[0] != codes[1]:
             raise ValueError("it depends on the grad mode or autocast")
     except Exception as error:  # of any kind: the forward is a user's code, and gets no tensors here
-        failed = f"torch.fx cannot trace the forward of {title(module)}: {' '.join(str(error).split()):.80}"
+        why = " ".join(str(error).split())
+        failed = f"torch.fx cannot trace the forward of {title(module)}, torch.compile may: {why:.80}"
     for each, own in before:  # the attributes of the module and its submodules
         after = vars(each)
         if own.keys() != after.keys() or any(after[name] is not value for name, value in own.items()):

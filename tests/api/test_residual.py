@@ -191,6 +191,7 @@ def test_what_is_kept(kind: Kind) -> None:
         assert (saved.kept is y) == keeps_y(activation) and (saved.kept is None) == (activation is None)
         gradients = gsbn.backward(y, saved)
         assert gradients.residual is not y and len(gradients) == len(Gradients._fields) == 6
+        assert "residual=" in repr(gradients) and "residual=" not in repr(Gradients(*gradients))
         again = pickle.loads(pickle.dumps(gradients))
         assert_same_bits(kind.get(again.residual), kind.get(gradients.residual))
         assert gsbn.backward(y, saved, needs=("weight",)).residual is None

@@ -175,6 +175,21 @@ def test_modules_that_make_no_layer(arguments: Any, options: Any, error: Any, me
         LinearBatchNorm1d.from_modules(*arguments, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": 2.0}, "scale: expected a bool, got 2.0"),
+        ({"scale": torch.ones(O)}, "scale: expected a bool"),
+        ({"bias": torch.ones(O)}, "bias: expected a bool"),
+        ({"activation": nn.ReLU()}, "activation: expected its name, one of"),
+        ({"activation": torch.relu}, "activation: expected its name, one of"),
+    ],
+)
+def test_options_that_make_no_layer(options: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}"):
+        LinearBatchNorm1d(I, O, **options)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
 def test_copies(how: str) -> None:
     layer, _ = pair(**OPTIONS["all"])
