@@ -3,8 +3,8 @@
     python docs/draw_call.py     # rewrites the picture; tests/project/test_drawing.py compares it, and what it says
 
 The layer is KernelBench's problem 33, Linear with a bias, a scale for each feature and BatchNorm1d, with B rows in
-bfloat16 on a Hopper GPU. A launch reads each of its operands once and writes each of its results once; that a product reads
-tiles of an operand again, mostly from the L2 cache, is left out on both sides.
+bfloat16 on a Hopper GPU. A launch reads each of its operands once and writes each of its results once; that a product
+reads tiles of an operand again, mostly from the L2 cache, is left out on both sides.
 
 PyTorch's launches are those of its operators: ``addmm``, ``mul``, ``native_batch_norm`` and their derivatives. On a
 GPU ``native_batch_norm`` of a matrix is three kernels (statistics, running statistics, normalisation), its derivative

@@ -359,7 +359,7 @@ UNTRACED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "asks the grad mode": (by_grad_mode, "it depends on the grad mode"),
     "attributes": (counts, "sets attributes"),
     "attributes of a child": (of_a_child, "sets attributes"),
-    "control flow": (lambda m, x: m.bn(m.fc(x)) if x.sum() > 0 else x, "torch.fx cannot trace the forward of Two, torch.compile may"),
+    "control flow": (lambda m, x: m.bn(m.fc(x)) if x.sum() > 0 else x, "the forward of Two, torch.compile may"),
     "another user": (lambda m, x: (lambda z: m.bn(z) + z)(m.fc(x)), "that nothing else uses"),
     "a factor": (lambda m, x: m.bn(m.fc(x) * 2), "a factor that is not a parameter"),
 }
