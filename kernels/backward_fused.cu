@@ -21,7 +21,7 @@
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 
 struct Shared {
-    uint4 pipeline[STAGES * CHUNKS * THREADS];
+    uint4 pipeline[STAGES * WORDS * THREADS];
     Totals<THREADS, VEC, SUMS> totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
     ClusterTotals<WIDEST, true, SUMS / 2, FLOAT64> of_cluster;
@@ -30,7 +30,7 @@ struct Shared {
 constexpr int TOTALS_BYTES = SUMS * 8 * (VEC * (THREADS / 2 + 16 / VEC) + THREADS);
 constexpr int CLUSTER_BYTES = 8 * SUMS * (CLUSTER == 1 ? 1 : CLUSTER * WIDEST) + 16;
 constexpr int SHARED_BYTES =
-    (16 * STAGES * CHUNKS * THREADS + TOTALS_BYTES + DG_ROWS * WIDEST * sizeof(G) + CLUSTER_BYTES + 63) / 64 * 64;
+    (16 * STAGES * WORDS * THREADS + TOTALS_BYTES + DG_ROWS * WIDEST * sizeof(G) + CLUSTER_BYTES + 63) / 64 * 64;
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUSTERS

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
     await_kernel_ahead();
     clear(zeros, p.words);
     __shared__ alignas(16) union {
-        uint4 pipeline[STAGES * CHUNKS * THREADS];
+        uint4 pipeline[STAGES * WORDS * THREADS];
         double sums[2][VEC][THREADS];  // two of the SUMS at a time; neighbouring threads have adjacent words
     } memory;
     __shared__ ClusterTotals<LANES * VEC, false, SUMS / 2, FLOAT64> of_cluster;

@@ -5,12 +5,12 @@
 //   a (m, n), row pitch lda      b (m, k), row pitch ldb; adjacent columns
 //   parts (CTAs of a block of c, n, k), with n and k rounded up to 128
 //
-// Threads. A CTA has a block of 128 by 128 of c, and `rows` rows of a and b, which it takes 32 at a time (a chunk).
+// Threads. A CTA has a block of 128 by 128 of c, and `rows` rows of a and b, which it takes 32 at a time (a k-tile).
 // Half of its threads are producers, one for each column of a and b. They copy rows to shared memory, 16 bytes at a
 // time if rows start on 16 bytes. Then each producer reads 32 elements of its column, scales them by a power of two
 // with which float16 can hold all elements of the column so far, and writes their limbs K-major, as wgmma reads them.
 // Two warpgroups of consumers each multiply 64 columns of a by all columns of b. They add three of the four products of
-// limbs, the small ones first, from zero. The sum of a chunk is added to c in float32 (docs/design/limbs.md), in units
+// limbs, the small ones first, from zero. The sum of a k-tile is added to c in float32 (docs/design/limbs.md), in units
 // of the scales. If a producer had to lower its scale, the consumers first rescale their sums.
 //
 // Bytes moved. a is read once for each 128 columns of b, and b once for each 128 columns of a (through L2 if there are
@@ -31,20 +31,20 @@ struct TallProductProblem {
 
 constexpr int SIDE = 128;          // how many columns of a, and of b, a CTA has
 constexpr int COLUMNS = 2 * SIDE;  // one for each producer
-constexpr int CHUNK = 32;          // rows that a CTA takes at a time
+constexpr int BLOCK_K = 32;        // rows that a CTA takes at a time
 constexpr int LANES = 32;
 constexpr int CONSUMERS = 256;  // threads
 constexpr int THREADS_HERE = CONSUMERS + COLUMNS;
-constexpr int WORDS = 8;          // of 16 bytes in a column of a chunk: first limbs, then second limbs
-constexpr int STAGES = 3;         // chunks of limbs
-constexpr int COPY_STAGES = 3;    // chunks that are being copied or read
+constexpr int WORDS = 8;          // of 16 bytes in a column of a k-tile: first limbs, then second limbs
+constexpr int STAGES = 3;         // k-tiles of limbs
+constexpr int COPY_STAGES = 3;    // k-tiles that are being copied or read
 constexpr float MOST = 65504.0f;  // the largest float16
 constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 168;
 
 struct Shared {
     uint4 limbs[STAGES][COLUMNS * WORDS];
-    float rows[COPY_STAGES][CHUNK][COLUMNS];
-    float lower[STAGES][COLUMNS];                      // each column's scale, divided by that of the chunk before
+    float rows[COPY_STAGES][BLOCK_K][COLUMNS];
+    float lower[STAGES][COLUMNS];                      // each column's scale, divided by that of the k-tile before
     alignas(8) bool lowered[STAGES][COLUMNS / LANES];  // whether any column of a warp has a new scale
     float back[COLUMNS];                               // the factors that undo the scales at the end
     unsigned long long full[STAGES], empty[STAGES];
@@ -64,34 +64,34 @@ struct ChunkCopies {
     const float *a, *b;
     long long lda, ldb;
     int of_a, of_b;  // columns that exist
-    int rows, chunks;
+    int rows, k_tiles;
 
-    // Starts the copies of a chunk; each producer issues some of them. Absent rows become zeros. Absent columns are not
+    // Starts the copies of a k-tile; each producer issues some of them. Absent rows become zeros. Absent columns are not
     // copied, because results that come from them are not read.
     template <bool WHOLE_WORDS>
-    __device__ __forceinline__ void issue_copies(Shared& sh, int chunk) const {
+    __device__ __forceinline__ void issue_copies(Shared& sh, int k_tile) const {
         constexpr int WIDTH = WHOLE_WORDS ? 4 : 1, ROW_THREADS = COLUMNS / WIDTH, STEP = COLUMNS / ROW_THREADS;
         const int producer = threadIdx.x - CONSUMERS, column = producer % ROW_THREADS * WIDTH,
                   row = producer / ROW_THREADS;
         const bool from_a = column < SIDE;
         const int bytes = 4 * min(from_a ? of_a - column : of_b - (column - SIDE), WIDTH);
-        if (chunk < chunks && bytes > 0) {
+        if (k_tile < k_tiles && bytes > 0) {
             const long long pitch = from_a ? lda : ldb;
-            const float* from = (from_a ? a + column : b + (column - SIDE)) + (chunk * CHUNK + row) * pitch;
-            const int left = rows - chunk * CHUNK;
-            float* to = &sh.rows[chunk % COPY_STAGES][row][column];
+            const float* from = (from_a ? a + column : b + (column - SIDE)) + (k_tile * BLOCK_K + row) * pitch;
+            const int left = rows - k_tile * BLOCK_K;
+            float* to = &sh.rows[k_tile % COPY_STAGES][row][column];
             const auto copy = [&](int i, const float* at, int inside) {
                 if constexpr (WHOLE_WORDS)
                     copy_async(reinterpret_cast<uint4*>(to + i * COLUMNS), at, inside);
                 else
                     copy_async(to + i * COLUMNS, at, inside);
             };
-            if (left >= CHUNK) {
+            if (left >= BLOCK_K) {
 #pragma unroll
-                for (int i = 0; i < CHUNK; i += STEP, from += STEP * pitch) copy(i, from, bytes);
+                for (int i = 0; i < BLOCK_K; i += STEP, from += STEP * pitch) copy(i, from, bytes);
             } else {
 #pragma unroll 1
-                for (int i = 0; i < CHUNK; i += STEP, from += STEP * pitch)
+                for (int i = 0; i < BLOCK_K; i += STEP, from += STEP * pitch)
                     copy(i, row + i < left ? from : a, row + i < left ? bytes : 0);
             }
         }
@@ -111,22 +111,22 @@ __device__ __forceinline__ void make_limbs(Shared& sh, const ChunkCopies& rows) 
     LimbScale scale(0.0f);
     int stage = 0, phase = 1;
 #pragma unroll 1
-    for (int chunk = 0; chunk < rows.chunks; ++chunk) {
+    for (int k_tile = 0; k_tile < rows.k_tiles; ++k_tile) {
         await_copies<COPY_STAGES - 2>();
-        producers_sync();  // the chunk has arrived, and all producers have read the chunk before
-        rows.issue_copies<WHOLE_WORDS>(sh, chunk + COPY_STAGES - 1);
-        const float* from = &sh.rows[chunk % COPY_STAGES][0][column];
-        float v[CHUNK], top = 0.0f;
+        producers_sync();  // the k-tile has arrived, and all producers have read the k-tile before
+        rows.issue_copies<WHOLE_WORDS>(sh, k_tile + COPY_STAGES - 1);
+        const float* from = &sh.rows[k_tile % COPY_STAGES][0][column];
+        float v[BLOCK_K], top = 0.0f;
         if (there) {
 #pragma unroll
-            for (int i = 0; i < CHUNK; ++i) v[i] = from[i * COLUMNS];
+            for (int i = 0; i < BLOCK_K; ++i) v[i] = from[i * COLUMNS];
 #pragma unroll
-            for (int i = 0; i < CHUNK; ++i) top = fmaxf(top, fabsf(v[i]));
+            for (int i = 0; i < BLOCK_K; ++i) top = fmaxf(top, fabsf(v[i]));
         }
         mbar_wait(&sh.empty[stage], phase);
         bool lowered = false;
         if (there) {
-            const bool lowers = chunk == 0 || top * scale.there >= MOST;
+            const bool lowers = k_tile == 0 || top * scale.there >= MOST;
             const float before = scale.there;
             if (lowers) scale = LimbScale(top);
             sh.lower[stage][column] = lowers ? scale.there / before : 1.0f;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void make_limbs(Shared& sh, const ChunkCopies& rows) 
                 limbs[(word + WORDS / 2) ^ column % 8] = make_uint4(low[0], low[1], low[2], low[3]);
             }
             fence_async();
-            if (chunk + 1 == rows.chunks) sh.back[column] = of_a ? scale.back : scale.back * 0x1p28f;
+            if (k_tile + 1 == rows.k_tiles) sh.back[column] = of_a ? scale.back : scale.back * 0x1p28f;
             lowered = __any_sync(~0u, lowers);
         }
         if (column % LANES == 0) sh.lowered[stage][column / LANES] = lowered;
@@ -171,11 +171,11 @@ __device__ __forceinline__ void rescale(const float* factors, float (&c)[SIDE / 
 
 // Computes the warpgroup's 64 rows of c, in the first N columns of the block.
 template <int N>
-__device__ __forceinline__ void multiply(Shared& sh, int chunks, float (&c)[SIDE / 2]) {
+__device__ __forceinline__ void multiply(Shared& sh, int k_tiles, float (&c)[SIDE / 2]) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;  // a warp has 16 rows of c
     int stage = 0, phase = 0;
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
         mbar_wait(&sh.full[stage], phase);
         const uint4* a = sh.limbs[stage] + (warp * 16 + lane % 16) * WORDS;
         unsigned of_a[2][2][4];  // [first or second limbs][16 of k]
@@ -188,7 +188,7 @@ __device__ __forceinline__ void multiply(Shared& sh, int chunks, float (&c)[SIDE
         for (int i = 0; i < 6; ++i)  // second by first limbs, first by second, first by first
             wgmma_rs(sums, of_a[i < 2][i % 2], b + 2 * (i % 2) + (i / 2 == 1 ? WORDS / 2 : 0), i);
         wgmma_commit();
-        if (chunk > 0 && *reinterpret_cast<const unsigned long long*>(sh.lowered[stage]) != 0)
+        if (k_tile > 0 && *reinterpret_cast<const unsigned long long*>(sh.lowered[stage]) != 0)
             rescale<N>(sh.lower[stage], c);
         wgmma_wait<0>();
 #pragma unroll
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     const long long n0 = blockIdx.x % blocks / wide * SIDE, k0 = blockIdx.x % blocks % wide * SIDE;
     const long long part = blockIdx.x / blocks, first = part * p.rows;
     const int of_b = static_cast<int>(min(p.k - k0, 1LL * SIDE));
-    const int rows = static_cast<int>(min(p.rows, p.m - first)), chunks = (rows + CHUNK - 1) / CHUNK;
+    const int rows = static_cast<int>(min(p.rows, p.m - first)), k_tiles = (rows + BLOCK_K - 1) / BLOCK_K;
     if (threadIdx.x >= CONSUMERS) {
         give_registers<PRODUCER_REGISTERS>();
         const ChunkCopies all = {a + first * p.lda + n0,
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
                                  static_cast<int>(min(p.n - n0, 1LL * SIDE)),
                                  of_b,
                                  rows,
-                                 chunks};
+                                 k_tiles};
         if (p.flags & FLAG_VECTOR_X)
             make_limbs<true>(sh, all);
         else
@@ -238,9 +238,9 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     float c[SIDE / 2] = {};
     if (of_b > SIDE / 2)
-        multiply<SIDE>(sh, chunks, c);
+        multiply<SIDE>(sh, k_tiles, c);
     else
-        multiply<SIDE / 2>(sh, chunks, c);
+        multiply<SIDE / 2>(sh, k_tiles, c);
     const long long pitch = wide * SIDE;
     float* to = parts + part * blocks * SIDE * SIDE + (n0 + warp * 16 + lane / 4) * pitch + k0 +
                 Accumulator::first_column(lane);

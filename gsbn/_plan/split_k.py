@@ -15,7 +15,7 @@ from .sources import Constants, Kernel
 from .variants import TALL_SIDE, THREADS, reduce_split_k, tall_product
 
 SHARE = 8  # the most threads that add up one element
-CHUNK = Constants("tall_product.cu", {})["CHUNK"]  # rows that a CTA takes at a time
+BLOCK_K = Constants("tall_product.cu", {})["BLOCK_K"]  # rows that a CTA takes at a time
 LEAST_ROWS = 2048  # with fewer, the partial products have as many bytes as dg and x
 
 
@@ -60,10 +60,10 @@ def tall(p: Matmul, precision: str) -> Tall | None:
     high, wide = ceil_div(p.m, TALL_SIDE), ceil_div(p.n, TALL_SIDE)
     if not LEAST_ROWS <= p.k <= INT32_MAX or high * wide > p.device.sms:
         return None
-    splits = min(p.device.sms // (high * wide), ceil_div(p.k, 8 * CHUNK))
-    rows = round_up(ceil_div(p.k, splits), CHUNK)
+    splits = min(p.device.sms // (high * wide), ceil_div(p.k, 8 * BLOCK_K))
+    rows = round_up(ceil_div(p.k, splits), BLOCK_K)
     splits = ceil_div(p.k, rows)
     whole_words = all(start_on_words(at, 4, axis=1) for at in (p.x, p.w))
     parts = split_k_reduction(splits, high * TALL_SIDE, wide * TALL_SIDE, p.device)
-    us = tall_us(p, rows // CHUNK, parts.nbytes, whole_words=whole_words)
+    us = tall_us(p, rows // BLOCK_K, parts.nbytes, whole_words=whole_words)
     return Tall(tall_product(), high * wide * splits, rows, whole_words, parts, us)

@@ -217,7 +217,7 @@ def call(
         tensors = (cast(x, dtype), weight if wide else cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
         options = number, *more, name, *_recorded_limits(renorm), groups
-        return recorded(tensors, training, differentiate, activation, *options)
+        return recorded(tensors, training, differentiate, wide, activation, *options)
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
         options = *options, True, None, activation, group, renorm, groups

@@ -152,6 +152,8 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
         return False  # a parameter was replaced by something else
     if not ("running_var" in buffers and "num_batches_tracked" in buffers):
         return False
+    if (buffers["running_mean"] is None) is not (buffers["running_var"] is None):
+        return False  # PyTorch refuses one without the other
     weight = of_linear.get("weight")
     if x.__class__ not in _TENSORS or weight.__class__ not in _TENSORS or not (x.is_cuda or x.is_cpu):
         return False
@@ -173,8 +175,7 @@ def _suits(x: Any, conv: Any, norm: Any) -> bool:
         return False
     if in_rows(x):
         return True
-    shared = norm.training and norm.__class__ in (nn.SyncBatchNorm, SyncBatchNorm)
-    if shared and name_of(norm.process_group or world()) is not None:
+    if norm.training and name_of(group_of_norm(norm)) is not None:
         return True
     training = norm.training or norm._buffers["running_mean"] is None
     vectors = conv._parameters["bias"], of_norm["weight"], of_norm["bias"]
@@ -194,10 +195,16 @@ def not_pointwise(conv: Any) -> str | None:
 def wins(x: Tensor, norm: Any) -> bool:
     """Return whether gsbn is faster than the modules. Only this function decides by speed.
 
-    On a CPU PyTorch's operators are faster, and NumPy's threads would compete with PyTorch's. But ranks that share a
-    batch on CPUs need gsbn.
+    On a CPU PyTorch's operators are faster, and NumPy's threads would compete with PyTorch's. But there PyTorch's
+    SyncBatchNorm refuses to train with a process group.
     """
-    return x.is_cuda or norm.__class__ not in _NO_DEFAULT_GROUP or norm.__dict__.get("process_group") is not None
+    return x.is_cuda or (norm.training and group_of_norm(norm) is not None)
+
+
+def group_of_norm(norm: Any) -> Any:
+    """Return the process group whose ranks share the norm's batch in training, or None."""
+    group = norm.__dict__.get("process_group")
+    return world() if group is None and norm.__class__ not in _NO_DEFAULT_GROUP else group
 
 
 def fused(
@@ -208,11 +215,7 @@ def fused(
     of_linear, of_norm, buffers, momentum = linear._parameters, norm._parameters, norm._buffers, norm.momentum
     mean, training = buffers["running_mean"], norm.training
     # Choose the statistics as BatchNorm1d and SyncBatchNorm do
-    process_group = None
-    if training:
-        process_group = norm.__dict__.get("process_group")
-        if process_group is None and norm.__class__ not in _NO_DEFAULT_GROUP:
-            process_group = world()
+    process_group = group_of_norm(norm) if training else None
     if training and mean is not None and norm.track_running_stats:
         count = buffers["num_batches_tracked"]
         state = mean, buffers["running_var"], count
@@ -262,7 +265,9 @@ def around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row |
         why = f"a scale stands between it and its {title(linear)}"
     if why is not None:
         return why
-    features = linear.out_channels if conv else linear.out_features
+    inputs, features = (linear.in_channels, linear.out_channels) if conv else (linear.in_features, linear.out_features)
+    if not inputs or not features:
+        return f"its {title(linear)} has no inputs or no outputs"
     if norm.num_features != features:
         return f"it has {norm.num_features} features, its nn.{title(linear)} {features}"
     if scale is not None and not _is_scale(scale, features):

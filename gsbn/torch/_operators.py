@@ -156,12 +156,11 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        tensors, (training, *options) = arguments[:9], arguments[9:]
+        tensors, (training, wide, *options) = arguments[:9], arguments[9:]
         number, _, eps, precision, gemm, activation, group, *_, parameter, groups = options
         run = TRAIN if training else INFER_SAVED
         x, weight, bias, scale, gamma, beta = tensors[:6]
-        wide = weight.dtype is not x.dtype  # `recorded` leaves autocast's cast of the weight to this node
-        weight = weight.to(x.dtype)
+        weight = weight.to(x.dtype) if wide else weight
         y, deviations, vectors = run(x, weight, *tensors[2:], *options)
         ctx.save_for_backward(x, weight, deviations, vectors)
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
@@ -196,16 +195,18 @@ def _again(ctx: Any, dy: Any) -> list[Any]:
     return gradients_again(how, ctx.given, dy, x, vectors)
 
 
-def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, activation: Any, *options: Any) -> Any:
+def recorded(
+    tensors: tuple[Any, ...], training: bool, differentiate: bool, wide: bool, activation: Any, *options: Any
+) -> Any:
     """Record a call, and return y.
 
     `tensors` are x, weight, bias, scale, gamma, beta and the statistics. `options` are the operator's arguments from
-    `number` on, without the activation and its parameter. With `differentiate`, the weight may be float32 while x has
-    16 bits: the weight is then cast, and its gradient is float32.
+    `number` on, without the activation and its parameter. `wide`: the weight is float32 while x has 16 bits. It is
+    then cast, and its gradient is float32; this needs `differentiate`.
     """
     name, parameter = activation if isinstance(activation, tuple) else (activation, None)
     *more, group, renorm, limits, groups = options
     options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter), groups)
     if differentiate:
-        return _Recorded.apply(*tensors, training, *options)
+        return _Recorded.apply(*tensors, training, wide, *options)
     return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)

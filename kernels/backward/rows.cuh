@@ -52,8 +52,8 @@ constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // there is an ac
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int THREADS = LANES * WARPS;
-constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);  // pieces of 16 bytes that VEC columns of a row of dy and d take
-constexpr int STAGES = CHUNKS == 2 ? 4 : CHUNKS == 3 ? 2 : 1;  // rows that a thread has in flight
+constexpr int WORDS = 1 + sizeof(D) / sizeof(T);             // of 16 bytes that VEC columns of a row of dy and d take
+constexpr int STAGES = WORDS == 2 ? 4 : WORDS == 3 ? 2 : 1;  // rows that a thread has in flight
 
 // Stores 16 bytes in one access. The compiler would use four accesses if the elements were computed one by one.
 template <typename E>
@@ -89,17 +89,17 @@ struct BackwardRows {
           inside(inside_),
           vector_dy(p.vector_dy) {}
     __device__ __forceinline__ void copy(int i, int stage) const {
-        uint4* to = pipeline + stage * CHUNKS * THREADS;
+        uint4* to = pipeline + stage * WORDS * THREADS;
         if (vector_dy) copy_async(to, dy + i * dy_step, inside * static_cast<int>(sizeof(T)));
         if (d == nullptr) return;
 #pragma unroll
-        for (int j = 1; j < CHUNKS; ++j) {
+        for (int j = 1; j < WORDS; ++j) {
             const int left = inside * static_cast<int>(sizeof(D)) - 16 * (j - 1);
             copy_async(to + j * THREADS, d + i * d_step + (j - 1) * 16 / sizeof(D), max(min(left, 16), 0));
         }
     }
     __device__ __forceinline__ Row read(int i, int stage) const {
-        const uint4* from = pipeline + stage * CHUNKS * THREADS;
+        const uint4* from = pipeline + stage * WORDS * THREADS;
         Row row;
         *reinterpret_cast<uint4*>(&row.dy) = from[0];
         if (!vector_dy) {  // columns of stride 0: one value for all columns
@@ -110,7 +110,7 @@ struct BackwardRows {
         row.d = {};
         if (d != nullptr)
 #pragma unroll
-            for (int j = 1; j < CHUNKS; ++j) reinterpret_cast<uint4*>(&row.d)[j - 1] = from[j * THREADS];
+            for (int j = 1; j < WORDS; ++j) reinterpret_cast<uint4*>(&row.d)[j - 1] = from[j * THREADS];
         return row;
     }
 };

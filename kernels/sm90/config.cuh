@@ -120,7 +120,7 @@ constexpr int PRODUCT_ACC = PRODUCT_M / 2;  // accumulators of a product
 
 // The store of y: a warpgroup stores PASS_M rows of its 64 features at a time, as rows of 128 bytes.
 constexpr int Y_BYTES = FLOAT32 ? 4 : 2;  // bytes of an element of y
-constexpr int CHUNK = 16 / Y_BYTES;       // columns of y in a 16-byte access
+constexpr int VEC_Y = 16 / Y_BYTES;       // columns of y in a 16-byte access
 constexpr int MOST_M = FLOAT32 ? 32 : 64;
 constexpr int PASS_M = BLOCK_M < MOST_M ? BLOCK_M : MOST_M;
 constexpr int PASSES = BLOCK_M / PASS_M;

@@ -208,7 +208,7 @@ struct Cta {
     __device__ void join(int lane, int rank) const;                 // RANKS: that share's statistics over all ranks
     __device__ void load_last_tile_arguments(int lane) const;       // training: what the consumers need for its y
     __device__ void epilogue_of_deferred_tiles(int backoff) const;  // training: turns deferred deviations into y
-    __device__ void epilogue_of_deferred_rows(int unit, int backoff) const;  // the same for one piece
-    __device__ void load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const;
+    __device__ void epilogue_of_deferred_rows(int piece, int backoff) const;  // the same for one piece
+    __device__ void load_epilogue(Epilogue (&coef)[VEC_Y], int row, int block, int backoff) const;
     __device__ void epilogue_meanwhile(int backoff) const;  // RANKS: one such piece, or a sleep
 };

@@ -2,10 +2,10 @@
 #pragma once
 #include "sm90/cta.cuh"
 
-// Loads the coefficients of y = f(a (d + tile mean - mean) + offset) for the CHUNK features of a lane's columns, once
+// Loads the coefficients of y = f(a (d + tile mean - mean) + offset) for the VEC_Y features of a lane's columns, once
 // all features of the tile are merged. A lane computes the coefficients of EACH neighbouring features, with all its
 // words in flight at once; shuffles distribute them.
-__device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const {
+__device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int block, int backoff) const {
     const u64 launch = *(volatile u64*)&sh.launch;
     constexpr int EACH = BLOCK_N / 32;
     const int lane = lane_id(), first = block * BLOCK_N + EACH * lane;
@@ -40,8 +40,8 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int 
             epilogue_of(unit_of, tile[e].x - all[e].x, all[e].y, unit, RENORM ? units[e].y : beta[e].or_else(0.f));
     }
 #pragma unroll
-    for (int e = 0; e < CHUNK; e++) {
-        const int from = lane % (BLOCK_N / CHUNK) * (CHUNK / EACH) + e / EACH;
+    for (int e = 0; e < VEC_Y; e++) {
+        const int from = lane % (BLOCK_N / VEC_Y) * (VEC_Y / EACH) + e / EACH;
         const auto given = [&](float2 of) {
             return make_float2(__shfl_sync(0xFFFFFFFF, of.x, from), __shfl_sync(0xFFFFFFFF, of.y, from));
         };
@@ -52,10 +52,10 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int 
     }
 }
 
-// Step 5 of training. `unit` is the number of a piece of DEFERRED_ROWS rows, counted over all tiles of this CTA but the
+// Step 5 of training. A piece is DEFERRED_ROWS rows; `piece` counts them over all tiles of this CTA but the
 // last. A ticket hands the pieces out. One warp does a piece alone: no warp waits for another.
-__device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) const {
-    const int nth = unit / DEFERRED_PIECES;
+__device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) const {
+    const int nth = piece / DEFERRED_PIECES;
     const auto [row, block] = tile(nth, cluster_rank());
     if (block >= blocks) return;
     // wait first for this CTA's stores, then for the word that is merged last, then for all words: polling must not
@@ -63,11 +63,11 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) con
     for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, backoff);
     if (look(&sh.merged_tiles) <= nth)
         await(merged + (size_t)(block + 1) * BLOCK_N - 1, *(volatile u64*)&sh.launch, backoff);
-    constexpr int LANES_PER_ROW = BLOCK_N / CHUNK,
+    constexpr int LANES_PER_ROW = BLOCK_N / VEC_Y,
                   STEP = 32 / LANES_PER_ROW;        // lanes that share a row; rows of an access
     constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; coefficients of deviations take the other registers
-    const int lane = lane_id(), feature = block * BLOCK_N + lane % LANES_PER_ROW * CHUNK;
-    const int first = row * BLOCK_M + unit % DEFERRED_PIECES * DEFERRED_ROWS + lane / LANES_PER_ROW;
+    const int lane = lane_id(), feature = block * BLOCK_N + lane % LANES_PER_ROW * VEC_Y;
+    const int first = row * BLOCK_M + piece % DEFERRED_PIECES * DEFERRED_ROWS + lane / LANES_PER_ROW;
     int to_read = feature < n ? (min((int)m - first, DEFERRED_ROWS) + STEP - 1) / STEP : 0,
         to_write = to_read;  // in accesses
     const size_t step = STEP * y_pitch, deviations_step = STEP * p.ld_deviations * Y_BYTES;
@@ -80,7 +80,7 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) con
             if (i < to_read) d[i] = __ldcg((const uint4*)from);
         to_read -= BATCH;
     };
-    Epilogue coef[CHUNK];
+    Epilogue coef[VEC_Y];
     const auto write = [&](const uint4(&d)[BATCH]) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++, to += step, deviations_at += deviations_step) {
@@ -109,11 +109,11 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) con
 __device__ inline void Cta::epilogue_of_deferred_tiles(int backoff) const {
     const int pieces = (tiles() - 1) * DEFERRED_PIECES;
     while (true) {
-        int unit;
-        if (lane_id() == 0) unit = atomicAdd(&sh.ticket, 1);
-        unit = __shfl_sync(0xFFFFFFFF, unit, 0);
-        if (unit >= pieces) break;
-        epilogue_of_deferred_rows(unit, backoff);
+        int piece;
+        if (lane_id() == 0) piece = atomicAdd(&sh.ticket, 1);
+        piece = __shfl_sync(0xFFFFFFFF, piece, 0);
+        if (piece >= pieces) break;
+        epilogue_of_deferred_rows(piece, backoff);
     }
 }
 

@@ -121,7 +121,7 @@ struct Centred {
 };
 
 // Turns 16 bytes of deferred deviations into 16 bytes of y and, with SAVE_DEVIATIONS, 16 bytes of deviations.
-__device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&coef)[CHUNK], uint4& y,
+__device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&coef)[VEC_Y], uint4& y,
                                                uint4& deviations) {
     u32 word[4] = {deferred.x, deferred.y, deferred.z, deferred.w}, deviation[4];
 #pragma unroll

@@ -113,7 +113,7 @@ def test_constants_are_read_as_the_compiler_reads_them() -> None:
     skinny = Constants("skinny/config.cuh", limbs)
     assert (skinny["CTA"], skinny["TILE_ROWS"], skinny["BLOCK_ROWS"]) == (256, 64, 128)
     fused = {"T_TYPE": "__half", "D_TYPE": "double", "G_TYPE": "double", "CLUSTER": "2"}
-    assert [Constants("backward_fused.cu", fused)[name] for name in ("VEC", "CHUNKS", "STAGES")] == [8, 5, 1]
+    assert [Constants("backward_fused.cu", fused)[name] for name in ("VEC", "WORDS", "STAGES")] == [8, 5, 1]
     assert Constants("sm90/config.cuh", {"OCCUPANCY": "2"})["CONSUMER_REGISTERS"] == (3 * 80 - 64) // 2
     with pytest.raises(KeyError, match="NO_SUCH_NAME"):
         skinny["NO_SUCH_NAME"]

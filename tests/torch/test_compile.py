@@ -33,6 +33,14 @@ def test_compiled(device: str, options: dict[str, Any], shape: tuple[int, ...]) 
             assert_same([run(x), *compiled.buffers()], [eager(x), *eager.buffers()], 1e-12)
 
 
+def test_compiled_code_refuses_the_dtypes_that_a_call_refuses(device: str) -> None:
+    x, weight = torch.randn(5, 4, device=device), torch.randn(3, 4, device=device, dtype=torch.float64)
+    weight.requires_grad_()
+    for run in (linear_batch_norm, torch.compile(linear_batch_norm, backend="eager")):
+        with pytest.raises(TypeError, match=r"^weight: expected x's dtype float32, got float64"):
+            run(x, weight, training=True)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_under_autocast(device: str, dynamic: bool) -> None:
     eager = LinearBatchNorm1d(I, O, scale=True, activation="relu", device=device)

@@ -84,6 +84,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "a strange scale": (lambda: row(nn.Identity(), Scale(6)), "3", "follows a Identity, not an nn.Linear"),
     "a large scale": (lambda: row(Scale(8, 6)), "2", "its Scale holds something else"),
     "other features": (lambda: nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(5)), "1", "5 features, its nn.Linear 6"),
+    "no inputs": (lambda: nn.Sequential(nn.Linear(0, 6), nn.BatchNorm1d(6)), "1", "its Linear has no inputs"),
     "a subclass": (lambda: nn.Sequential(nn.Linear(I, 6), Doubled(6)), "1", "it is a Doubled"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(6), nn.BatchNorm1d(6)), "1", "LazyLinear has no parameters yet"),
     "a lazy norm": (lambda: nn.Sequential(nn.Linear(I, 6), nn.LazyBatchNorm1d()), "1", "call the model once"),

@@ -58,6 +58,17 @@ def test_a_converted_model_trains_as_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
+def test_a_sync_batch_norm_alone_runs_as_before(training: bool, calls: list[Any]) -> None:
+    """Without other ranks it is a BatchNorm1d to PyTorch, too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 6), nn.SyncBatchNorm(6), nn.ReLU()).train(training)
+    ours = copy.deepcopy(plain)
+    assert gsbn.torch.convert(ours).replaced
+    x = torch.randn(16, 8)
+    assert torch.equal(ours(x), plain(x)) and not calls
+
+
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", WIDTHS)
 def test_a_converted_model_takes_no_longer(name: str, training: bool) -> None:
     """The best of many alternating calls takes at most 1.1 times the plain model's. Five tries, for a busy machine."""
