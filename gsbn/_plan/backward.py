@@ -254,9 +254,11 @@ class _Backward:
         final, final_fields = to_vectors, fields
         if self.asked.groups > 1:
             to_vectors, fields = self._to_each_ghost(fields)
-        needs_e = not {"scale", "gamma"}.isdisjoint(self.asked.needs)
-        reads_d = ranks is not None or (chosen.dg and self.asked.training) or needs_e or bool(self.asked.activation)
-        reads = {"dy": names["dy"], "d": names["deviations"] if reads_d else ABSENT, "saved": "vectors"}
+        needs_dot = not {"scale", "gamma"}.isdisjoint(self.asked.needs)
+        reads_deviations = (
+            ranks is not None or (chosen.dg and self.asked.training) or needs_dot or bool(self.asked.activation)
+        )
+        reads = {"dy": names["dy"], "d": names["deviations"] if reads_deviations else ABSENT, "saved": "vectors"}
         zeros = place(self.at.limbs.maxima) if self.at.limbs.maxima_bytes else ABSENT
         of_sums, of_dg = place(0), names["dg"] if chosen.dg else ABSENT
         if passes.fused:

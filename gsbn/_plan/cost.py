@@ -64,10 +64,12 @@ def one_launch_us(
     two = occupancy(element, mode, block_m, cluster * split) == 2
     # If the GPU has room for as many clusters again, the next launch begins while this one runs.
     overlaps = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
-    stages_ = stages(element, mode, block_m, cluster, split)
+    in_flight = stages(element, mode, block_m, cluster, split)
     if two and overlaps and mode == "inference" and cold < 0.5 and not (p.x.own or p.w.own):
-        stages_ *= 2  # an SM has a CTA of each launch; both pipelines fill at once, but not in training or from memory
-    pace.append(latency / stages_)
+        in_flight *= (
+            2  # an SM has a CTA of each launch; both pipelines fill at once, but not in training or from memory
+        )
+    pace.append(latency / in_flight)
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
     pace.append(limbs * (product_m / x_sharers + width / w_sharers) * 128e-6 / rates.tma_rate[on_sectors])
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
@@ -81,12 +83,12 @@ def one_launch_us(
     warps = ceil_div(min(n, SM90_BLOCK_N), 32)  # warps, each with 32 features
     if mode == "training":
         merge = rates.merge_us.get(rows, rates.trip_us)
-        around = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
-        later = max(tile + y / rates.deferred_rate, rates.deferred_us)
+        before_epilogue = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
+        next_tile = max(tile + y / rates.deferred_rate, rates.deferred_us)
     else:
-        around = rates.constants_us * ceil_div(warps, 3) if mode == "inference" else 0.0
-        later = max(tile - stored, stored)  # storing y overlaps with the next tile
-    us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
+        before_epilogue = rates.constants_us * ceil_div(warps, 3) if mode == "inference" else 0.0
+        next_tile = max(tile - stored, stored)  # storing y overlaps with the next tile
+    us: float = rates.call_us[mode] + tile + (waves - 1) * next_tile + before_epilogue
     if cluster * split > 1:
         us += rates.cluster_us[cluster * split]
     return us - rates.early_us if overlaps else us

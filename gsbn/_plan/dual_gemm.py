@@ -11,7 +11,7 @@ from .sources import Kernel
 from .tensor_maps import L2_256B, L2_NONE
 from .variants import DUAL_CLUSTERS, DUAL_INPUTS, DUAL_ROWS, DUAL_STEP, DUAL_THREADS, dual_gemm
 
-LEAST_STEPS = 2  # least steps per CTA of a cluster: with one step, (128, 1024, 512) took longer than two products
+DUAL_LEAST_STEPS = 2  # least steps per CTA of a cluster: with one step, (128, 1024, 512) took longer than two products
 LEAST_FILL = 0.48  # least part of the SMs that have a CTA: with fewer CTAs, two launches are as fast
 
 
@@ -42,7 +42,7 @@ def dual_gemm_for(x: Matmul, w: Matmul, *, wide: bool) -> DualGemm | None:
     if asked is False or not (on_words(x.w.T, k, size) and on_words(w.w.T, k, size)):
         return None
     blocks, steps = ceil_div(k, DUAL_INPUTS), ceil_div(n, DUAL_STEP)
-    at_once = [c for c in DUAL_CLUSTERS if blocks <= device.clusters(c) and (c == 1 or LEAST_STEPS * c <= steps)]
+    at_once = [c for c in DUAL_CLUSTERS if blocks <= device.clusters(c) and (c == 1 or DUAL_LEAST_STEPS * c <= steps)]
     cluster = max(at_once, default=0)
     if not cluster or (asked is None and blocks * cluster < LEAST_FILL * device.sms):
         return None

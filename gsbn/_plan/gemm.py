@@ -34,7 +34,9 @@ from .sources import Kernel
 from .variants import FEW_FEATURES, TILES, gemm_tiled, split_limbs
 
 CUBLAS_SMS = 16  # the least SM target given to cuBLAS; with a target of 1 it ended the process (a division by zero)
-LEAST_STEPS = 8  # split-k needs so many steps of 128 bytes of k per CTA: with fewer, the exchange of sums costs more
+SPLIT_K_LEAST_STEPS = (
+    8  # split-k needs so many steps of 128 bytes of k per CTA: with fewer, the exchange of sums costs more
+)
 PANEL_MB = 40.0  # mode "gemm" takes its tiles in square panels if the operands have more MB than this
 # With up to so many terms in a sum, a product takes about as long as writing its result. Tiles then go row by row, and
 # forward_sm90 computes dw, since cuBLAS would clear memory first.
@@ -217,7 +219,7 @@ def tile_of(
         return None
     # With split-k there is one wave, since the pipeline takes no second tile.
     steps = ceil_div(p.k * (2 if by_limbs(element) else ITEMSIZE[p.dtype]), 128)
-    if split > 1 and (tiles > at_once or steps < LEAST_STEPS * split):
+    if split > 1 and (tiles > at_once or steps < SPLIT_K_LEAST_STEPS * split):
         return None
     # In mode "recompute" a cluster has the same features in all its tiles.
     blocks = ceil_div(p.n, columns) if mode == "recompute" else 1

@@ -28,7 +28,7 @@ from .variants import (
     skinny_teams,
 )
 
-LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
+SKINNY_LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
 # The least rows for skinny_backward in float32 with more than 32 features and input features. With fewer rows, the
 # separate kernels are faster.
 LEAST_FLOAT32_ROWS = 4 * 10**5
@@ -64,7 +64,9 @@ def serves_skinny(p: Matmul, precision: str, training: bool, saved: bool) -> boo
         return False
     element = _element(p, precision)
     most = max(_most_inputs(p.dtype, element, features) for features in _sizes(p, element))
-    return p.k <= most and LEAST_ROWS <= p.m <= INT32_MAX and ceil_div(p.n, _features(p, element)) <= p.device.sms
+    return (
+        p.k <= most and SKINNY_LEAST_ROWS <= p.m <= INT32_MAX and ceil_div(p.n, _features(p, element)) <= p.device.sms
+    )
 
 
 def _element(p: Matmul, precision: str) -> str:
@@ -155,7 +157,7 @@ def serves_skinny_backward(dtype: str, m: int, n: int, k: int, asked: bool = Fal
     If `asked` for, it need not be fastest. The layout of the operands is not considered.
     """
     size = _skinny_backward_size(dtype, n, k)
-    return size is not None and m >= (LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
+    return size is not None and m >= (SKINNY_LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
 
 
 def _skinny_backward_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | None:
@@ -168,10 +170,10 @@ def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float
     """Return the least rows with which skinny_backward of this size is fastest; infinity if it never is."""
     features, inputs, cluster = size
     if dtype == "float32":
-        return LEAST_FLOAT32_ROWS if min(n, k) > 32 else LEAST_ROWS
+        return LEAST_FLOAT32_ROWS if min(n, k) > 32 else SKINNY_LEAST_ROWS
     if cluster > 1 and 4 * n < 3 * features * cluster:
         return math.inf
-    return LEAST_WIDE_ROWS.get((features * cluster, inputs), LEAST_ROWS)
+    return LEAST_WIDE_ROWS.get((features * cluster, inputs), SKINNY_LEAST_ROWS)
 
 
 def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward | None:

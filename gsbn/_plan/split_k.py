@@ -16,7 +16,7 @@ from .variants import TALL_SIDE, THREADS, reduce_split_k, tall_product
 
 SHARE = 8  # the most threads that add up one element
 BLOCK_K = Constants("tall_product.cu", {})["BLOCK_K"]  # rows that a CTA takes at a time
-LEAST_ROWS = 2048  # with fewer, the partial products have as many bytes as dg and x
+TALL_LEAST_ROWS = 2048  # with fewer, the partial products have as many bytes as dg and x
 
 
 class SplitKReduction(NamedTuple):
@@ -58,7 +58,7 @@ def tall(p: Matmul, precision: str) -> Tall | None:
     if not mn_major or not takes_limbs(p.dtype, precision, p.device) or p.limits.tall is False:
         return None
     high, wide = ceil_div(p.m, TALL_SIDE), ceil_div(p.n, TALL_SIDE)
-    if not LEAST_ROWS <= p.k <= INT32_MAX or high * wide > p.device.sms:
+    if not TALL_LEAST_ROWS <= p.k <= INT32_MAX or high * wide > p.device.sms:
         return None
     splits = min(p.device.sms // (high * wide), ceil_div(p.k, 8 * BLOCK_K))
     rows = round_up(ceil_div(p.k, splits), BLOCK_K)
