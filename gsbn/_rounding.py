@@ -32,6 +32,13 @@ def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
     converts to a 16-bit dtype through a float32 that is rounded *to odd*: truncated, with the last bit set if
     the value was not exact. Such a float32 is halfway between two numbers of the 16-bit dtype only if ``a`` is (Boldo
     and Melquiond 2008: two more bits than the target suffice).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gsbn import reference
+    >>> float(reference.round_to(2049.0, np.float16))
+    2048.0
     """
     a, dtype = np.asarray(a), np.dtype(dtype)
     if dtype.itemsize > 2:

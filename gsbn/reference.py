@@ -137,6 +137,14 @@ def forward(
     Source of the formulas: Ioffe and Szegedy 2015, algorithms 1 and 2, with the unbiased running variance of
     ``torch.nn.BatchNorm1d``, applied to ``z = s · (g + b)`` and simplified: in training the bias cancels, and scaling
     by ``s`` scales the deviations by ``s`` and the variance by ``s²``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gsbn import reference
+    >>> outcome = reference.forward(np.array([[1.0], [3.0]]), np.array([[2.0]]), training=True, eps=0.25)
+    >>> outcome.y.round(4).tolist()
+    [[-0.9701], [0.9701]]
     """
     f = activation_of(checked_activation(activation))
     ghost_count(groups)
@@ -309,6 +317,15 @@ def backward(
 
     With an activation the forward is computed again, so that the gradient is that of the same ``u`` as its ``y``.
     Without one the gradient of the residual is a copy of ``dy``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gsbn import reference
+    >>> x, weight = np.array([[1.0], [3.0]]), np.array([[2.0]])
+    >>> gradients = reference.backward(np.array([[1.0], [0.0]]), x, weight, training=True, eps=0.25)
+    >>> gradients.beta.tolist(), gradients.bias.tolist()
+    ([1.0], [0.0])
     """
     needs = checked_needs(needs, NEEDS)
     f = activation_of(checked_activation(activation))
@@ -413,6 +430,14 @@ def fold(
     Notes
     -----
     This is the formula for ``inference`` at the head of this module, multiplied out.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gsbn import reference
+    >>> weight, b = reference.fold(np.array([[2.0]]), None, np.array([1.0]), np.array([3.0]), eps=1.0)
+    >>> weight.tolist(), b.tolist()
+    ([[1.0]], [-0.5])
     """
     weight = matrix_of("weight", weight, dtype)
     features = len(weight)

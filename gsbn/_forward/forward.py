@@ -11,7 +11,7 @@ from .._arrays import check
 from .._arrays.dynamo import outside_graphs
 from .._arrays.kinds import NUMBERS
 from .._host.call import Description
-from .._host.run import ANY, Arrays, Options, call
+from .._host.run import ANY, Arrays, Options, call, replaced
 from .._host.run import describe as describe_call
 from .._prepared import Prepared
 from .._ranks.group import Group
@@ -286,7 +286,7 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
     if type(groups) is not int or groups != 1:
         flag("training", options[_TRAINING])
         ghost_count(groups)
-        options = (*options[:_GROUPS], int(groups) if options[_TRAINING] else 1, *options[_GROUPS + 1 :])
+        options = replaced(options, _GROUPS, int(groups) if options[_TRAINING] else 1)
     if group is not None:
         if not isinstance(group, Group):
             raise TypeError(f"group: expected what gsbn.group(comm) returned, got {shown(group)}")
@@ -314,5 +314,4 @@ def _with_renorm(arrays: Arrays, options: Options, renorm: Any) -> tuple[Arrays,
     renorm = renorm_of(renorm)
     if not options[_TRAINING]:
         renorm = limits = None
-    arrays = (*arrays[:_RENORM_ARRAY], limits, *arrays[_RENORM_ARRAY + 1 :])
-    return arrays, (*options[:_RENORM], renorm, *options[_RENORM + 1 :])
+    return replaced(arrays, _RENORM_ARRAY, limits), replaced(options, _RENORM, renorm)

@@ -10,7 +10,7 @@ from .. import _cpu
 from .._arrays.check import checked_activation
 from .._arrays.dynamo import outside_graphs
 from .._arrays.kinds import Kind
-from .._host.run import Arrays, Checked, Options, Views, call
+from .._host.run import Arrays, Checked, Options, Views, call, replaced
 from .._plan.program import Program
 from .._saved import Saved, dtypes_of, saved_of
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
@@ -103,7 +103,7 @@ def linear(
 
 def _unsaved(options: Options) -> Options:
     """The options of a forward that saves nothing, because the backward needs only x, the weight, and y or u."""
-    return (*options[:_SAVES], False, *options[_SAVES + 1 :])
+    return replaced(options, _SAVES, False)
 
 
 def _with_saved(kind: Kind, arrays: Arrays, options: Options, y: Any, u: Any = None) -> Any:
@@ -128,8 +128,8 @@ def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *more: Any) -> Any:
     if not keeps_u(options):
         y = on_cpu(kind, arrays, _unsaved(options), *more, operation=LINEAR)
         return _with_saved(kind, arrays, options, y)
-    plain = (*options[:_ACTIVATION], None, *options[_ACTIVATION + 1 :])
-    y = on_cpu(kind, arrays, _unsaved(plain), *more, operation=LINEAR)
+    plain = replaced(_unsaved(options), _ACTIVATION, None)
+    y = on_cpu(kind, arrays, plain, *more, operation=LINEAR)
     u = kind.numpy(y).copy()
     _cpu.activate(u, kind.numpy(y), options[_ACTIVATION])
     return _with_saved(kind, arrays, options, y, kind.from_numpy(u))

@@ -12,7 +12,7 @@ from .. import _cpu, _plan
 from .._arrays import check
 from .._arrays.kinds import Kind
 from .._host.call import matrix_of, vector_code, vector_codes
-from .._host.run import Arrays, Checked, Operation, Options, Views, checked, limited_at, views_of
+from .._host.run import Arrays, Checked, Operation, Options, Views, checked, limited_at, replaced, views_of
 from .._plan.activations import follows_from_y, title
 from .._plan.forward import PREPARED
 from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
@@ -40,7 +40,7 @@ _TRAINING, _SAVES, _SMS, _ACTIVATION, _RENORM, _GROUPS = map(
 def with_number(options: Options) -> Options:
     """The options with the activation and its number in the form that keys use; raise if the activation is not
     valid."""
-    return (*options[:_ACTIVATION], check.checked_activation(options[_ACTIVATION]), *options[_ACTIVATION + 1 :])
+    return replaced(options, _ACTIVATION, check.checked_activation(options[_ACTIVATION]))
 
 
 def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:

@@ -63,11 +63,16 @@ class Operation:
     extra: tuple[str, ...] = ()  # further arguments of a call with a prepared weight
 
 
+def replaced(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
+    """Return the tuple with another value at this place."""
+    return (*values[:place], value, *values[place + 1 :])
+
+
 def limited_at(place: int) -> Callable[[Options, int], Options]:
     """Return `Operation.within` for options that have `sms` at this place."""
 
     def within(options: Options, held: int) -> Options:
-        return (*options[:place], sms_within(options[place], held), *options[place + 1 :])
+        return replaced(options, place, sms_within(options[place], held))
 
     return within
 
