@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from . import declared
 from .backward import Vectors, make_gradients
 from .copies import in_rows, on_words
-from .gemm import MAX_TERMS, NOT_HOPPER, TOO_LARGE, TileOrder, statistics_words
+from .gemm import MAX_TERMS, NOT_HOPPER, TOO_LARGE, TileOrder
 from .problem import INT32_MAX, ITEMSIZE, SAVED_ROWS, VECTOR_PARAMETERS, VECTORS, Device, Matmul, ceil_div, round_up
 from .products import SM90_WORDS, reduce_split_k
 from .program import ABSENT, Builder, Program, place
@@ -23,6 +23,7 @@ from .sm90_variants import (
     SM90_THREADS,
     channels_first_sm90,
     k_in_samples_sm90,
+    statistics_words,
 )
 from .sources import Constants, with_activation
 from .split_k import split_k_reduction

@@ -29,6 +29,7 @@ from .sm90_variants import (
     largest_block,
     occupancy,
     renormalising,
+    statistics_words,
 )
 from .sources import Kernel
 from .variants import FEW_FEATURES, TILES, gemm_tiled, split_limbs
@@ -297,15 +298,6 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         shares_weight=mode == "cluster_batch",
         defers=defers,
     )
-
-
-def statistics_words(partial: int, blocks: int, *, saves: bool) -> tuple[int, int]:
-    """Return the offsets, in the workspace of forward_sm90, of the merged statistics and of the words behind them.
-
-    Before them are the partial statistics: so many, of a block of features each. `blocks`: blocks of features.
-    """
-    merged = partial * SM90_BLOCK_N * 16
-    return merged, merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
 
 
 def mostly_writes(p: Matmul) -> bool:

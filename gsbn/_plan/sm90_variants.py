@@ -192,3 +192,12 @@ def precision_for(precision: str, features: int, inputs: int | None) -> str:
 def element_for(dtype: str, precision: str) -> str:
     """Return how forward_sm90 multiplies operands of a dtype: one of ELEMENTS."""
     return {"highest": "limbs", "high": "tf32"}[precision] if dtype == "float32" else dtype
+
+
+def statistics_words(partial: int, blocks: int, *, saves: bool) -> tuple[int, int]:
+    """Return the offsets, in the workspace of forward_sm90, of the merged statistics and of the words behind them.
+
+    Before them are the partial statistics: so many, of a block of features each. `blocks`: blocks of features.
+    """
+    merged = partial * SM90_BLOCK_N * 16
+    return merged, merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
