@@ -35,9 +35,8 @@ def one_launch_us(
     and the CTAs exchange sums.
     """
     m, n, k, dtype, *_ = p
-    x_sharers, w_sharers = (
-        (1, cluster) if mode == "cluster_batch" else (cluster, 1)
-    )  # CTAs that share a tile of x, and of w
+    # CTAs that share a tile of x, and of w
+    x_sharers, w_sharers = (1, cluster) if mode == "cluster_batch" else (cluster, 1)
     rows, ctas, product_m = ceil_div(m, block_m * w_sharers), clusters * cluster * split, split * block_m
     limbs = 2 if by_limbs(element) else 1
     size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # bytes of an operand's element
@@ -66,9 +65,7 @@ def one_launch_us(
     overlaps = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
     in_flight = stages(element, mode, block_m, cluster, split)
     if two and overlaps and mode == "inference" and cold < 0.5 and not (p.x.own or p.w.own):
-        in_flight *= (
-            2  # an SM has a CTA of each launch; both pipelines fill at once, but not in training or from memory
-        )
+        in_flight *= 2  # an SM has a CTA of each; both pipelines fill at once, but not in training or from memory
     pace.append(latency / in_flight)
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
     pace.append(limbs * (product_m / x_sharers + width / w_sharers) * 128e-6 / rates.tma_rate[on_sectors])

@@ -304,9 +304,8 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        how = ctx.how._replace(
-            needs=needed_of((needs_x, needs_weight, *_FOUR)), norm=False, group=None
-        )  # only `_Norm` syncs
+        needs = needed_of((needs_x, needs_weight, *_FOUR))
+        how = ctx.how._replace(needs=needs, norm=False, group=None)  # only `_Norm` syncs
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         drop_given(ctx)
