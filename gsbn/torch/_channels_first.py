@@ -90,10 +90,8 @@ class _ChannelsFirst(Function):
         x, weight = cast(x, dtype), cast(weight, dtype)
         y, saved = _forward(x, weight, vectors, state, options, activation, saves=True)
         ctx.how = How.of(saved, (), wide=wide)
-        kept = (
-            x if needs_x or needs_weight else None,
-            weight if needs_x else None,
-        )  # dx needs x only to compute the call again
+        # dx needs x only to compute the call again
+        kept = x if needs_x or needs_weight else None, weight if needs_x else None
         ctx.save_for_backward(*kept, saved.deviations, saved.vectors)
         ctx.at, ctx.shape = saved.deviations.data_ptr(), x.shape
         return y.view(x.shape[0], weight.shape[0], *x.shape[2:])
