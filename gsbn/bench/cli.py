@@ -312,7 +312,7 @@ def _of_layers(
     kinds = kinds or [kind for kind in DTYPES if kind not in (("float64",) if gpu else ("float64", "tf32"))]
     sizes, directions = sizes or PRESETS["kernelbench" if gpu else "small"], directions or ["forward"]
     todo = list(dict.fromkeys(cases(sizes, kinds, modes, directions, activation, scale)))
-    notice = "" if gpu else "No GPU: the NumPy path beside PyTorch on the CPU."
+    notice = "" if gpu else "No GPU: a CPU is for tests and examples. The NumPy path beside PyTorch:"
     return _Bench(layers_page.VIEW, NAMES, names(gpu), notice, layers.run, todo)
 
 
