@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._plan.activations import parts
+from ._plan.activations import name_and_number
 
 Array = NDArray[Any]
 
@@ -46,7 +46,7 @@ def activation_of(activation: Any) -> Activation | None:
     """The formulas of an activation, a name or a name and its parameter; None for None."""
     if activation is None:
         return None
-    name, parameter = parts(activation)
+    name, parameter = name_and_number(activation)
     of, derivative = _FORMULAS[name]
     given = {} if parameter is None else {"parameter": parameter}
     return Activation(partial(of, **given), partial(derivative, **given))

@@ -1,11 +1,11 @@
 // reduce_split_k: adds the partial products of the CTAs of tall_product, skinny_backward or forward_sm90
 // (K_IN_SAMPLES), in float64 and in a fixed order.
 //
-//   parts (number, size): float32; a part is n rows of `pitch` elements, a multiple of 4; the first k of a row are used
+//   partials (number, size): float32; each is n rows of `pitch` elements, a multiple of 4; the first k of a row are used
 //   c (n, k), contiguous, in the dtype of a vector code (to_c)
 //
 // Threads. `share` threads of a CTA share four neighbouring elements of c: each thread adds these elements over some of
-// the parts. Bytes moved: the parts are read once and c is written once, the minimum.
+// the partials. Bytes moved: they are read once and c is written once, the minimum.
 #include "common/common.cuh"
 
 struct ReduceSplitKProblem {
@@ -18,7 +18,7 @@ struct ReduceSplitKProblem {
 constexpr int THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    reduce_split_k(const __grid_constant__ ReduceSplitKProblem p, const float* parts, void* c) {
+    reduce_split_k(const __grid_constant__ ReduceSplitKProblem p, const float* partials, void* c) {
     await_kernel_ahead();
     __shared__ double sums[THREADS][4];
     const int share = static_cast<int>(p.share), at_once = THREADS / share;
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (word < words) {
 #pragma unroll 8
             for (long long j = which; j < p.number; j += share) {
-                const float4 part = *reinterpret_cast<const float4*>(parts + j * p.size + word * 4);
+                const float4 part = *reinterpret_cast<const float4*>(partials + j * p.size + word * 4);
                 sum[0] += part.x;
                 sum[1] += part.y;
                 sum[2] += part.z;

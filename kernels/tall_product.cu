@@ -3,7 +3,7 @@
 // parts.
 //
 //   a (m, n), row pitch lda      b (m, k), row pitch ldb; adjacent columns
-//   parts (CTAs of a block of c, n, k), with n and k rounded up to 128
+//   partials (CTAs of a block of c, n, k), with n and k rounded up to 128
 //
 // Threads. A CTA has a block of 128 by 128 of c, and `rows` rows of a and b, which it takes 32 at a time (a k-tile).
 // Half of its threads are producers, one for each column of a and b. They copy rows to shared memory, 16 bytes at a
@@ -200,7 +200,7 @@ __device__ __forceinline__ void multiply(Shared& sh, int k_tiles, float (&c)[SID
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
-    tall_product(const __grid_constant__ TallProductProblem p, const float* a, const float* b, float* parts) {
+    tall_product(const __grid_constant__ TallProductProblem p, const float* a, const float* b, float* partials) {
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *reinterpret_cast<Shared*>(raw);
     if (threadIdx.x == 0) {
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     else
         multiply<SIDE / 2>(sh, k_tiles, c);
     const long long pitch = wide * SIDE;
-    float* to = parts + part * blocks * SIDE * SIDE + (n0 + warp * 16 + lane / 4) * pitch + k0 +
+    float* to = partials + part * blocks * SIDE * SIDE + (n0 + warp * 16 + lane / 4) * pitch + k0 +
                 Accumulator::first_column(lane);
 #pragma unroll
     for (int j = 0; j < SIDE / 8; ++j)

@@ -19,21 +19,21 @@ PARAMETERS: dict[str, float | None] = {
 }
 
 
-def parts(activation: Any) -> tuple[str, float | None]:
+def name_and_number(activation: Any) -> tuple[str, float | None]:
     """Return the name of an activation, and its parameter or None if it takes none."""
     return (activation, PARAMETERS[activation]) if isinstance(activation, str) else activation
 
 
 def macros(activation: Any) -> tuple[tuple[str, str], ...]:
     """Return the macros that compile a kernel with this activation; the kernel's other macros come in addition."""
-    name, parameter = parts(activation)
+    name, parameter = name_and_number(activation)
     struct = "".join(word.capitalize() for word in name.split("_"))
     return ("ACTIVATION", struct), *([] if parameter is None else [("ACTIVATION_PARAMETER", parameter.hex())])
 
 
 def follows_from_y(activation: Any) -> bool:
     """Return whether y alone tells the gradient. A layer without a norm then need not keep the activation's input."""
-    name, parameter = parts(activation)
+    name, parameter = name_and_number(activation)
     return name == "relu" or (name == "leaky_relu" and parameter is not None and parameter >= 0)
 
 
@@ -41,5 +41,5 @@ def title(activation: Any) -> str:
     """Return the text that names the activation in a message."""
     if activation is None:
         return "None"
-    name, parameter = parts(activation)
+    name, parameter = name_and_number(activation)
     return name if parameter is None else f"{name} {parameter!r}"

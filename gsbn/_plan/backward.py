@@ -201,7 +201,7 @@ class _Backward:
         totals = round_up(chosen.passes.splits * sums * self.flat.n * 8, 256)
         dg = round_up(totals + (sums * p.n * 8 if asked.ranks else 0), 256)
         of_dg = p.m * chosen.pitch * size if chosen.dg and asked.linear and not asked.in_place else 0
-        transposed = round_up(dg + (of_dg if chosen.skinny is None else chosen.skinny.parts.nbytes), 256)
+        transposed = round_up(dg + (of_dg if chosen.skinny is None else chosen.skinny.partials.nbytes), 256)
         start = round_up(transposed + p.n * chosen.ld_transposed * size, 256)
         limbs, weight_first = split_limbs_of(chosen.dx, chosen.dw, start, own=chosen.dg)
         ghost_gradients = limbs.end + (8 * p.n if self.one_scale else 0)
@@ -273,12 +273,12 @@ class _Backward:
             of_sums = place(self.at.totals)
             fields |= {"splits": 1, **_NO_VECTORS}  # merge_sums has written the gradients of vectors
         if self.m and skinny is not None:
-            parts = place(self.at.dg)
+            partials = place(self.at.dg)
             passed = {"dy": names["dy"], "d": "deviations", "x": "x", "w": "weight", "saved": "vectors"}
-            passed |= {"workspace": of_sums, "partials": parts, "dx": self.gradients["x"], **to_vectors}
+            passed |= {"workspace": of_sums, "partials": partials, "dx": self.gradients["x"], **to_vectors}
             build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, made_of=skinny)
             dtype = "float32" if self.asked.wide else p.dtype
-            reduce_split_k(build, skinny.parts, parts, self.gradients["weight"], (p.n, p.k), dtype)
+            reduce_split_k(build, skinny.partials, partials, self.gradients["weight"], (p.n, p.k), dtype)
         elif self.m and (chosen.dg or (chosen.sums and ranks is None)) and not passes.fused:
             passed = {**reads, "d": names["deviations"], "workspace": of_sums}
             passed |= {"dg": of_dg, "transposed": names["transposed"] if chosen.dg else ABSENT, **to_vectors}

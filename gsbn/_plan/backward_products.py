@@ -121,10 +121,10 @@ def _multiply(
         fields = {"m": p.k, "n": p.m, "k": p.n, "lda": p.x.strides[1], "ldb": p.w.strides[1], "rows": tall.rows}
         fields |= {"flags": flags(vector_x=tall.whole_words)}
         dg_name, x_name, c = operands
-        parts = build.lend(tall.parts.nbytes)
-        passed = {"a": dg_name, "b": x_name, "parts": parts}
+        partials = build.lend(tall.partials.nbytes)
+        passed = {"a": dg_name, "b": x_name, "partials": partials}
         build.launch(tall.kernel, tall.ctas, fields, passed, TALL_THREADS, made_of=product)
-        reduce_split_k(build, tall.parts, parts, c, (p.m, p.n), p.dtype)
+        reduce_split_k(build, tall.partials, partials, c, (p.m, p.n), p.dtype)
     elif product.kernel is None:
         a, b, c = operands
         q = product.padded or p

@@ -160,10 +160,10 @@ def plan_backward_channels_first(
     rows = ceil_div(words, max(1, min(words // WORDS_AT_ONCE, ITEMS * p.device.sms // n)))
     splits = ceil_div(words, rows)
     dg_at = round_up(column_sums(of_sums)[0] * splits * n * 8, 256)
-    parts_at = dg_at if in_place or not products else round_up(dg_at + m * n * size, 256)
+    partials_at = dg_at if in_place or not products else round_up(dg_at + m * n * size, 256)
     split = _Split.of(p, length)
-    parts = split_k_reduction(split.splits, n, round_up(k, 4), p.device)
-    build.reserve(parts_at + (parts.nbytes if "weight" in needs else 0))
+    partials = split_k_reduction(split.splits, n, round_up(k, 4), p.device)
+    build.reserve(partials_at + (partials.nbytes if "weight" in needs else 0))
     dg = ABSENT if not products else "deviations" if in_place else place(dg_at)
 
     fields: dict[str, Any] = dict.fromkeys(declared.record_dtype(of_sums).names or (), 0)
@@ -192,13 +192,13 @@ def plan_backward_channels_first(
         fields |= {"m": q.m, "n": q.n, "k": q.k, "y_row": length, "flags": declared.flags(vector_y=True)}
         rows = split.splits * ceil_div(n, split.block_m)
         fields |= TileOrder.of(rows, split.columns, split.columns)._replace(parts_alone=split.splits)._asdict()
-        of_parts = n, k, 4 * parts.pitch, "float32", 32, 32, L2_NONE, 0, split.splits
+        of_partials = n, k, 4 * partials.pitch, "float32", 32, 32, L2_NONE, 0, split.splits
         maps = (dg, _samples(p, n, length, box=split.block_m)), ("x", _samples(p, k, length, box=SM90_BLOCK_N)), (
-            place(parts_at), of_parts,
+            place(partials_at), of_partials,
         )  # fmt: skip
-        passed = absent | {"y": place(parts_at)}
+        passed = absent | {"y": place(partials_at)}
         build.launch(kernel, split.grid, fields, passed, SM90_THREADS, maps=maps)
-        reduce_split_k(build, parts, place(parts_at), made["weight"], (n, k), "float32" if wide else p.dtype)
+        reduce_split_k(build, partials, place(partials_at), made["weight"], (n, k), "float32" if wide else p.dtype)
     return build.program("backward", "channels first")
 
 

@@ -150,10 +150,10 @@ def skinny_us(
     return us + weight + max(x, product) if training else us
 
 
-def tall_us(p: Matmul, chunks: int, parts: int, *, whole_words: bool, rates: Rates = PRODUCTS) -> float:
-    """Return the time of tall_product: for a CTA's chunks or for all bytes, plus the time for partial products."""
-    us = max(chunks * rates.tall_chunk_us[whole_words], (p.m + p.n) * p.k * 4e-6 / rates.skinny_rate)
-    return rates.tall_call_us + us + 1e-6 * parts / rates.parts_rate
+def tall_us(p: Matmul, k_tiles: int, partials: int, *, whole_words: bool, rates: Rates = PRODUCTS) -> float:
+    """Return the time of tall_product: for a CTA's k_tiles or for all bytes, plus the time for partial products."""
+    us = max(k_tiles * rates.tall_chunk_us[whole_words], (p.m + p.n) * p.k * 4e-6 / rates.skinny_rate)
+    return rates.tall_call_us + us + 1e-6 * partials / rates.partials_rate
 
 
 def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:

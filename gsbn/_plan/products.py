@@ -49,11 +49,11 @@ def sm90_gemm(
 
 
 def reduce_split_k(
-    build: Builder, parts: SplitKReduction, at: str, to: str, shape: tuple[int, int], dtype: str
+    build: Builder, partials: SplitKReduction, at: str, to: str, shape: tuple[int, int], dtype: str
 ) -> None:
-    fields = {"n": shape[0], "k": shape[1], "pitch": parts.pitch, "size": parts.size, "number": parts.number}
-    fields |= {"share": parts.share, "to_c": 8 + declared.kind_code(dtype)}
-    build.launch(parts.kernel, parts.grid, fields, {"parts": at, "c": to}, made_of=parts)
+    fields = {"n": shape[0], "k": shape[1], "pitch": partials.pitch, "size": partials.size, "number": partials.number}
+    fields |= {"share": partials.share, "to_c": 8 + declared.kind_code(dtype)}
+    build.launch(partials.kernel, partials.grid, fields, {"partials": at, "c": to}, made_of=partials)
 
 
 class Limbs:

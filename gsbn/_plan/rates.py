@@ -66,7 +66,7 @@ class Rates(NamedTuple):
     # ---- tall_product
     tall_call_us: float  # per product: its two launches
     tall_chunk_us: dict[bool, float]  # per 32 rows of a CTA; True: both operands are read 16 bytes at a time
-    parts_rate: float  # the partial products of its CTAs
+    partials_rate: float  # the partial products of its CTAs
     # ---- other launches; pairs are (from L2, from memory)
     copy_us: float  # per launch that copies rows
     g_rate: tuple[float, float]  # the g that scale_stats reads

@@ -147,7 +147,7 @@ class SkinnyBackward(NamedTuple):
     rows: int  # rows of each CTA, or of each cluster, except the last
     features: int  # the most features of a CTA
     block: int
-    parts: SplitKReduction  # the launch that adds up dw
+    partials: SplitKReduction  # the launch that adds up dw
 
 
 @lru_cache(maxsize=4096)  # a layer asks at every call
@@ -208,5 +208,5 @@ def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward 
         rows=rows,
         features=own,
         block=teams * threads,
-        parts=split_k_reduction(number, cluster * own, inputs, device),
+        partials=split_k_reduction(number, cluster * own, inputs, device),
     )

@@ -48,7 +48,7 @@ class Tall(NamedTuple):
     ctas: int
     rows: int  # rows of each CTA except the last of a block
     whole_words: bool  # both operands are read 16 bytes at a time
-    parts: SplitKReduction
+    partials: SplitKReduction
     us: float
 
 
@@ -64,6 +64,6 @@ def tall(p: Matmul, precision: str) -> Tall | None:
     rows = round_up(ceil_div(p.k, splits), BLOCK_K)
     splits = ceil_div(p.k, rows)
     whole_words = all(start_on_words(at, 4, axis=1) for at in (p.x, p.w))
-    parts = split_k_reduction(splits, high * TALL_SIDE, wide * TALL_SIDE, p.device)
-    us = tall_us(p, rows // BLOCK_K, parts.nbytes, whole_words=whole_words)
-    return Tall(tall_product(), high * wide * splits, rows, whole_words, parts, us)
+    partials = split_k_reduction(splits, high * TALL_SIDE, wide * TALL_SIDE, p.device)
+    us = tall_us(p, rows // BLOCK_K, partials.nbytes, whole_words=whole_words)
+    return Tall(tall_product(), high * wide * splits, rows, whole_words, partials, us)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .._activations import activation_of
-from .._plan.activations import parts
+from .._plan.activations import name_and_number
 
 # The largest |f′| and |f″|, rounded up; of the others they depend on the parameter
 _STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
@@ -17,13 +17,13 @@ OF_F, OF_SLOPE = 16, 32  # roundings in f, of |u| times the largest |f′|, and 
 
 def steepest(activation: Any) -> float:
     """The largest |f′|: by this factor at most the activation moves two numbers apart."""
-    name, parameter = parts(activation)
+    name, parameter = name_and_number(activation)
     return _STEEPEST.get(name, max(1.0, abs(parameter or 0.0)))
 
 
 def bent(activation: Any) -> float:
     """The largest |f″| on one side of a jump of f′."""
-    name, parameter = parts(activation)
+    name, parameter = name_and_number(activation)
     return abs(parameter or 0.0) if name == "elu" else _BENT.get(name, 0.0)
 
 
@@ -42,7 +42,7 @@ def before(xp: Any, dy: Any, u: Any, above: Any, activation: Any) -> Any:
     if activation is None:
         return dy
     f: Any = activation_of(activation)
-    name, _ = parts(activation)
+    name, _ = name_and_number(activation)
     if name in ("relu", "leaky_relu", "elu"):
         return xp.where(above, dy, f.gradient(dy, xp.minimum(u, 0)))
     return f.gradient(dy, u)

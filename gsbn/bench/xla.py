@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from .._plan.activations import parts
+from .._plan.activations import name_and_number
 from . import libraries
 from .bounds import EPS, MOMENTUM, Operands
 from .candidate import Candidate, Unavailable
@@ -20,7 +20,7 @@ PRESETS = {"jax-tf32x3": "TF32_TF32_F32_X3", "jax-bf16x6": "BF16_BF16_F32_X6", "
 
 def _activated(nn: Any, y: Any, activation: Any) -> Any:
     """y with the activation applied by JAX."""
-    name, number = parts(activation)
+    name, number = name_and_number(activation)
     if name.startswith("gelu"):
         return nn.gelu(y, approximate=name == "gelu_tanh")
     return getattr(nn, name)(y, *([] if number is None else [number]))

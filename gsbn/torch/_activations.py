@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.nn import functional
 
 from .._arrays.check import checked_activation
-from .._plan.activations import parts
+from .._plan.activations import name_and_number
 from .._typing import Activation
 
 # Each entry has PyTorch's function, which takes y and perhaps a number; the module, which takes this number; and the
@@ -40,20 +40,20 @@ MODULES: dict[type[nn.Module], Any] = {
 
 def apply(y: Any, activation: Activation) -> Any:
     """Return the activation of y, computed by PyTorch's function."""
-    name, number = parts(activation)
+    name, number = name_and_number(activation)
     function = _KNOWN[name][0]
     return function(y) if number is None else function(y, number)
 
 
 def before(activation: Activation, dy: Any, y: Any) -> Any:
     """Return the gradient before an activation whose derivative follows from y."""
-    name, slope = parts(activation)
+    name, slope = name_and_number(activation)
     return dy.masked_fill(y <= 0, 0) if name == "relu" else torch.where(y > 0, dy, dy * slope)
 
 
 def module_of(activation: Activation) -> nn.Module:
     """Return PyTorch's module of an activation. Raise an error if the argument is not an activation."""
-    name, number = parts(checked_activation(activation))
+    name, number = name_and_number(checked_activation(activation))
     make = _KNOWN[name][1]
     return make() if number is None else make(number)
 

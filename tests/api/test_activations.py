@@ -20,7 +20,7 @@ from gsbn._activations import activation_of
 from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.activations import PARAMETERS, macros, parts
+from gsbn._plan.activations import PARAMETERS, macros, name_and_number
 from gsbn.bench.activations import OF_SLOPE, before, of_y
 from tests.support.families import FAMILIES
 from tests.support.gradients import draw_dy, draw_integers, gradient_bounds, step, truth_of
@@ -125,7 +125,7 @@ def assert_gradients_within(
 
 def follows(activation: Any) -> bool:
     """Whether y is above zero where u is, after rounding to y's dtype; or the derivative does not jump."""
-    _, parameter = parts(activation)
+    _, parameter = name_and_number(activation)
     return parameter is None or parameter > 0
 
 

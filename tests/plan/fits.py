@@ -300,12 +300,12 @@ def assert_reduction_fits(parts: SplitKReduction, n: int, k: int, gpu: Device) -
 def assert_tall_product_fits(p: Matmul, tall: Tall) -> None:
     """c (m, n) of operands (k, m) and (k, n)."""
     assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.tall is not False
-    assert {tall.kernel, tall.parts.kernel} <= known() and tall.kernel.shared <= 227 << 10
+    assert {tall.kernel, tall.partials.kernel} <= known() and tall.kernel.shared <= 227 << 10
     blocks = -(-p.m // 128) * -(-p.n // 128)
-    assert tall.ctas == blocks * tall.parts.number <= p.device.sms
-    assert tall.rows % 32 == 0 and (tall.parts.number - 1) * tall.rows < p.k <= tall.parts.number * tall.rows
-    assert tall.parts.size == blocks * 128 * 128
-    assert_reduction_fits(tall.parts, p.m, p.n, p.device)
+    assert tall.ctas == blocks * tall.partials.number <= p.device.sms
+    assert tall.rows % 32 == 0 and (tall.partials.number - 1) * tall.rows < p.k <= tall.partials.number * tall.rows
+    assert tall.partials.size == blocks * 128 * 128
+    assert_reduction_fits(tall.partials, p.m, p.n, p.device)
     for at in (p.x, p.w):
         assert at.strides[0] == 1
         assert not tall.whole_words or (at.aligned and at.strides[1] % 4 == 0)

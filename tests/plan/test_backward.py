@@ -101,8 +101,8 @@ def test_a_backward_fits(
         assert number <= p.device.clusters(sharing) and skinny.ctas <= p.device.sms
         assert int(sizes["FEATURES"]) >= skinny.features >= p.n / sharing and int(sizes["INPUTS"]) >= p.k
         assert sharing == 1 or skinny.features * size % 16 == 0
-        assert dg_at is not None and dg_at + skinny.parts.nbytes <= decided.workspace
-        assert_reduction_fits(skinny.parts, p.n, p.k, p.device)
+        assert dg_at is not None and dg_at + skinny.partials.nbytes <= decided.workspace
+        assert_reduction_fits(skinny.partials, p.n, p.k, p.device)
     alone = needs <= {"bias"} if training else needs <= {"x", "weight"}
     assert decided.sums != alone
     if sums is not None and not needs & {"scale", "gamma"}:
@@ -136,7 +136,7 @@ def test_a_backward_fits(
         end += p.m * decided.pitch * size
         assert transposed_at is None or end <= transposed_at
     elif skinny is not None:
-        end += skinny.parts.nbytes
+        end += skinny.partials.nbytes
     if transposed_at is not None:
         end = transposed_at + p.n * decided.ld_transposed * size
     assert end <= decided.workspace
