@@ -7,9 +7,9 @@ from typing import Any
 from . import _plan
 from ._arrays import check
 from ._arrays.dynamo import outside_graphs
-from ._arrays.kinds import Kind, kinds_of
+from ._arrays.kinds import Kind
 from ._host.call import matrix_of
-from ._host.run import Arrays, Operation, Options, Views, call
+from ._host.run import Arrays, Operation, Options, Views, call, views_of
 from ._plan import declared
 from ._plan.products import SPLIT_WORDS
 from ._plan.program import ABSENT, Builder, Program
@@ -65,10 +65,9 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
 
 
 def _views(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Views:
-    kinds_of({"weight": arrays[0]}, ("weight",))
-    view = kind.view(arrays[0])
-    check.prepare_arguments(view, precision=options[0])
-    return {"weight": view}
+    views = views_of(kind, ("weight",), arrays, ("weight",))
+    check.prepare_arguments(views, precision=options[0])
+    return views
 
 
 def _program(views: Views, options: Options, gpu: _plan.Device, *_: Any) -> Program:

@@ -1,6 +1,5 @@
 // tall_product: computes c = aᵀ b for float32 matrices of many rows, through limbs that the kernel itself makes. It
-// serves the backward's dw = dgᵀ x. Each CTA computes the part of c that comes from its rows; reduce_split_k adds the
-// parts.
+// serves the backward's dw = dgᵀ x. Each CTA computes the partial product of its rows; reduce_split_k adds them up.
 //
 //   a (m, n), row pitch lda      b (m, k), row pitch ldb; adjacent columns
 //   partials (CTAs of a block of c, n, k), with n and k rounded up to 128

@@ -126,8 +126,10 @@ def fold_arguments(views: Mapping[str, View | None], *, eps: Any, number: Any) -
     _eps(eps, positive=False)
 
 
-def prepare_arguments(weight: View, *, precision: Any) -> None:
+def prepare_arguments(views: Mapping[str, View | None], *, precision: Any) -> None:
     """Raise the errors of `gsbn.prepare`."""
+    weight = views["weight"]
+    assert weight is not None
     _floating("weight", weight)
     _matrix("weight", weight)
     choice("precision", precision, PRECISIONS)

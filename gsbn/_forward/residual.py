@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from .. import _cpu, _plan
-from .._arrays.kinds import Kind, kinds_of
+from .._arrays.kinds import Kind
 from .._host.call import elementwise, matrix_of
-from .._host.run import Arrays, Operation, Options, Views, call, limited_at
+from .._host.run import Arrays, Operation, Options, Views, call, limited_at, views_of
 from .._plan.program import Program
+
+ARRAYS = ("u", "residual")
 
 
 def add_and_activate(u: Any, residual: Any, activation: Any, *, keeps: bool) -> Any:
@@ -20,8 +22,7 @@ def add_and_activate(u: Any, residual: Any, activation: Any, *, keeps: bool) -> 
 
 
 def _views(kind: Kind, arrays: Arrays, *_: Any) -> Views:
-    kinds_of({"u": arrays[0], "residual": arrays[1]}, ("u", "residual"))
-    return {"u": kind.view(arrays[0]), "residual": kind.view(arrays[1])}
+    return views_of(kind, ARRAYS, arrays, ARRAYS)
 
 
 def _program(views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, *_: Any) -> Program | None:
@@ -45,8 +46,8 @@ def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Any:
 
 RESIDUAL = Operation(
     name="residual",
-    arguments=("u", "residual"),
-    required=("u", "residual"),
+    arguments=ARRAYS,
+    required=ARRAYS,
     foreign=0,
     check=_views,
     program=_program,

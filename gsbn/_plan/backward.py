@@ -128,8 +128,8 @@ class _Backward:
         given = Vectors({name: p.dtype for name in asked.needs if name in VECTOR_PARAMETERS})
         self.vectors = asked.vectors or given
         self.one_scale = self.vectors.scale_shape is not None and "scale" in asked.needs and asked.norm
-        of_half = (*(VECTOR_PARAMETERS if asked.norm else ()), *(("x", "weight") if asked.linear else ()))
-        needs = [name for name in of_half if name in asked.needs]
+        of_stages = (*(VECTOR_PARAMETERS if asked.norm else ()), *(("x", "weight") if asked.linear else ()))
+        needs = [name for name in of_stages if name in asked.needs]
         self.gradients = make_gradients(self.build, p, needs, self.vectors, wide=asked.wide)
 
     def of_nothing(self) -> Program:

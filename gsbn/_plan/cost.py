@@ -77,6 +77,7 @@ def one_launch_us(
     if split > 1:
         sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums that each CTA receives
         tile += rates.exchange_us + sent / rates.exchange_rate
+    # what the last tile's epilogue waits for, and the time of each tile before it
     warps = ceil_div(min(n, SM90_BLOCK_N), 32)  # warps, each with 32 features
     if mode == "training":
         merge = rates.merge_us.get(rows, rates.trip_us)

@@ -120,11 +120,11 @@ def plan_forward(
         p = p._replace(device=p.device.with_room())
         if p.device.clusters(2) == 0:  # with ranks, all tiles of forward_sm90 are for clusters of two
             where = "between"
-    of_call = {"precision": precision, "training": training, "saved": saves, "reads_count": reads_count}
     # Batch renormalisation is for training with a backward, so all variants of forward_sm90 for it save deviations.
     separate = "the limits of batch renormalisation" if renorm is not None and not saves else None
-    of_call |= {"separate": separate, "groups": groups}
-    chosen, why, _ = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, **of_call)  # type: ignore[arg-type]
+    of_call = {"precision": precision, "gemm": gemm, "training": training, "prepared": prepared, "saved": saves}
+    of_call |= {"reads_count": reads_count, "separate": separate, "ranks": where, "groups": groups}
+    chosen, why, _ = gemm_for(p, **of_call)  # type: ignore[arg-type]
     fused = chosen == "sm90" and where != "between" and separate is None and groups == 1
     skinny = None
     if (

@@ -195,9 +195,9 @@ def element_for(dtype: str, precision: str) -> str:
 
 
 def statistics_words(partial: int, blocks: int, *, saves: bool) -> tuple[int, int]:
-    """Return the offsets, in the workspace of forward_sm90, of the merged statistics and of the words behind them.
+    """Return two offsets in forward_sm90's workspace: of the merged statistics, and of `epoch` behind them.
 
-    Before them are the partial statistics: so many, of a block of features each. `blocks`: blocks of features.
+    The workspace begins with `partial` statistics of a block of features each, of which there are `blocks`.
     """
     merged = partial * SM90_BLOCK_N * 16
     return merged, merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)

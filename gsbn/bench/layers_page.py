@@ -230,6 +230,7 @@ def _panels(report: Report) -> dict[str, Groups]:
 
 
 def _subject(report: Report) -> str:
+    """What was timed, for the title of the picture."""
     if any(result.candidate == "gsbn-matmul" for result in report.results):
         return "products alone"
     return " and ".join(dict.fromkeys(case.direction + case.variant for case in report.by_case()))

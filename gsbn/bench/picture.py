@@ -18,6 +18,7 @@ KIND_COLOURS = {
 }  # fmt: skip
 ACROSS = 2  # panels of bars side by side
 OURS = "gsbn", "gsbn-matmul"  # candidates whose bars bear their times
+# The candidates in the roofline, of which cuBLAS stands in for PyTorch where products alone were timed
 REACHED = {"pytorch": "PyTorch eager", "gemm-torch": "cuBLAS", "gsbn": "gsbn", "gsbn-matmul": "gsbn.matmul"}
 
 

@@ -52,7 +52,7 @@ constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // there is an ac
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int THREADS = LANES * WARPS;
-constexpr int WORDS = 1 + sizeof(D) / sizeof(T);             // of 16 bytes that VEC columns of a row of dy and d take
+constexpr int WORDS = 1 + sizeof(D) / sizeof(T);             // words of 16 bytes for VEC columns of a row of dy and d
 constexpr int STAGES = WORDS == 2 ? 4 : WORDS == 3 ? 2 : 1;  // rows that a thread has in flight
 
 // Stores 16 bytes in one access. The compiler would use four accesses if the elements were computed one by one.

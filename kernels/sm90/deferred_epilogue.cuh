@@ -52,8 +52,8 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int 
     }
 }
 
-// Step 5 of training. A piece is DEFERRED_ROWS rows; `piece` counts them over all tiles of this CTA but the
-// last. A ticket hands the pieces out. One warp does a piece alone: no warp waits for another.
+// Step 5 of training. A piece has DEFERRED_ROWS rows; `piece` is its number among those of all tiles of this CTA but
+// the last. A ticket hands the pieces out. One warp does a piece alone: no warp waits for another.
 __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) const {
     const int nth = piece / DEFERRED_PIECES;
     const auto [row, block] = tile(nth, cluster_rank());

@@ -140,17 +140,17 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 #if RANKS
 // The joiner calls this while it waits. It does a piece of a deferred tile if one is ready, else it sleeps.
 __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
-    int unit = -1;
+    int piece = -1;
     if (lane_id() == 0) {
         const int next = *(volatile int*)&sh.ticket;
         if (next < look(&sh.merged_tiles) * DEFERRED_PIECES && atomicCAS(&sh.ticket, next, next + 1) == next)
-            unit = next;
+            piece = next;
     }
-    unit = __shfl_sync(0xFFFFFFFF, unit, 0);
-    if (unit < 0)
+    piece = __shfl_sync(0xFFFFFFFF, piece, 0);
+    if (piece < 0)
         __nanosleep(backoff);
     else
-        epilogue_of_deferred_rows(unit, backoff);
+        epilogue_of_deferred_rows(piece, backoff);
 }
 
 // The joiner is another warp. For the features that this CTA's merger merges, it computes mean and a from the

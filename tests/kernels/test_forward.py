@@ -318,19 +318,19 @@ def test_more_than_2_31_elements(shape: tuple[int, int, int], gemm: str) -> None
 def test_a_row_of_y_of_more_than_2_31_bytes(hopper: None) -> None:
     """Where float32 rows are off 16 bytes, forward_sm90 stores words; their offsets in a row do not fit 32 bits."""
     needs_memory(56)
-    n, of_chunk = 2**29 + 72, 1 << 24
+    n, at_once = 2**29 + 72, 1 << 24
     weight, mean, var = cupy.zeros((n, 8), "f4"), cupy.zeros(n, "f4"), cupy.full(n, 4, "f4")
-    for start in range(0, n, of_chunk):
-        weight[start : start + of_chunk, 0] = cupy.arange(start, min(start + of_chunk, n)) % 1021
+    for start in range(0, n, at_once):
+        weight[start : start + at_once, 0] = cupy.arange(start, min(start + at_once, n)) % 1021
     x = cupy.zeros((2, 8), "f4")
     x[:, 0] = cupy.asarray([4, 12])
     memory = cupy.full(2 * n + 2, np.nan, "f4")
     y = memory[1:-1].reshape(2, n)
     running = {"running_mean": mean, "running_var": var}
     gsbn.forward(x, weight, **running, training=False, eps=12.0, gemm="sm90", out=y)  # divides by 4
-    for start in range(0, n, of_chunk):
-        want = (cupy.arange(start, min(start + of_chunk, n)) % 1021).astype("f4")
-        part = y[:, start : start + of_chunk]
+    for start in range(0, n, at_once):
+        want = (cupy.arange(start, min(start + at_once, n)) % 1021).astype("f4")
+        part = y[:, start : start + at_once]
         assert bool((part[0] == want).all()) and bool((part[1] == 3 * want).all()), f"features from {start}"
     assert bool(cupy.isnan(memory[0])) and bool(cupy.isnan(memory[-1]))
     del weight, mean, var, memory, y, want, part, running
