@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             const double m2 = moments.m2 * (p.flags & FLAG_LIMBS ? M2_OF_LIMBS : 1.0);
             const Feature found(p, m, moments.mean, m2, of, limits);
             if (part == 0) {
-                store_affine(&memory.constants[0][0], WIDEST, column, moments.mean, found.a, found.offset);
+                store_affine(&memory.constants[0][0], WIDEST, column, found.centre, found.a, found.offset);
                 if (UNITS) {
                     const double unit = unit_near(sqrt(found.v));
                     memory.constants[OF_SLOPE][column] = static_cast<G>(static_cast<G>(found.a) * unit);

@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
         for (int job = part; job < 3; job += parts) {
             if (job == 0)
-                store_affine(reinterpret_cast<G*>(workspace + p.affine), pitch, c, found.mean, found.a, found.offset);
+                store_affine(reinterpret_cast<G*>(workspace + p.affine), pitch, c, found.centre, found.a, found.offset);
             else if (job == 1)
                 found.save(p, c, saved);
             else if (exchange == nullptr || rows > 1.0)

@@ -174,6 +174,7 @@ def _flags(call: _Call, **given: bool) -> int:
         vector_w=start_on_words(taken.w, size),
         cumulative=call.cumulative,
         units=call.saved_dtype == "float16",
+        rounds=call.saved_dtype in ("float16", "bfloat16"),
         running=not call.training,
         **given,
     )

@@ -18,6 +18,7 @@ enum : long long {
     FLAG_UNITS = 16,      // deviations are saved in units of a power of two near their spread: float16's range is short
     FLAG_ALONE = 32,      // all rows of a feature lie in one tile: no CTA of forward_sm90 waits for another
     FLAG_RUNNING = 64,    // inference: the constants of y come from the running statistics
+    FLAG_ROUNDS = 512,    // deviations are saved in 16 bits: deviation_centre
     FLAG_LIMBS = 256,     // the tensor core computed g from limbs: see M2_OF_LIMBS
     FLAG_INDEPENDENT = 128,  // this launch reads nothing that the launch ahead writes: await_kernel_ahead
 };
@@ -200,6 +201,14 @@ enum : int {
     SAVED_RATIO = 9,   // with RENORM: ratio, by which the rows A, SCALE, GAMMA and SLOPE have been multiplied
     SAVED_SHIFT = 10,  // with RENORM: shift, by which gamma / beta is in SAVED_OFFSET
 };
+
+// The centre from which deviations in 16 bits are taken: the mean, but 0 where that is small beside the spread. One row
+// far from all others moves the mean to where the deviations of the other rows would lose their digits. The backward
+// takes deviations about any centre (Projection in backward/columns.cuh).
+template <typename R>
+__device__ __forceinline__ R deviation_centre(R mean, R var) {
+    return R(16) * mean * mean < var ? R(0) : mean;
+}
 
 #ifndef RENORM
 #define RENORM 0  // 1: a variant for batch renormalisation (common/renorm.cuh)

@@ -96,7 +96,7 @@ struct Feature {
     Arguments of;
     double rows, mean, m2, v;
     Correction<double> by;
-    double a, offset;  // y = a (g - mean) + offset
+    double a, offset, centre;  // y = a (g - centre) + offset
 
     __device__ Feature(const ForwardProblem& p, double rows, double mean, double m2, const Arguments& of,
                        const Limits<double>& limits)
@@ -106,13 +106,15 @@ struct Feature {
           m2(m2),
           v(m2 / rows * (p.flags & FLAG_LIMBS ? M2_AS_MADE : 1.0)),
           a(of.gamma * of.s * (1.0 / sqrt(of.s * of.s * v + p.eps))),
-          offset(of.beta) {
+          offset(of.beta),
+          centre(p.flags & FLAG_ROUNDS ? deviation_centre(mean, v) : mean) {
         if constexpr (RENORM) {
             by = Correction<double>(limits, of.s * of.s * v + p.eps, of.s * (mean + of.b) - of.mean,
                                     sqrt(of.var + p.eps));
             a *= by.ratio;
             offset = fma(of.gamma, by.shift, of.beta);
         }
+        if (centre != mean) offset -= static_cast<G>(a) * (mean - centre);
     }
 
     // Stores what the backward needs, if there is one.

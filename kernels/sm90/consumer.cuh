@@ -311,7 +311,7 @@ struct Consumer : Cta {
         }
     }
 
-    // MODE_TRAINING: turns g into deviations from the tile's means, which wait in y's memory for the epilogue. For the
+    // MODE_TRAINING: turns g into deviations from the tile's centres, which wait in y's memory for the epilogue. For the
     // CTA's last tile it turns g into y at once.
     __device__ __forceinline__ void normalize(float (&d)[ACC], int row, int block, int lane) const {
         const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
@@ -327,10 +327,18 @@ struct Consumer : Cta {
         if (lane == 0) hint(&sh.ready);
         if (!DEFERS || cluster_id() + (nth + 1) * clusters >= scheduler.count()) {
             epilogue_of_last_tile(d, row, block, h, own, launch);
-        } else if (IN_UNITS) {
-            const float in_units[2] = {1.f / deviation_unit(m2[0], rows), 1.f / deviation_unit(m2[1], rows)};
+        } else if (!FLOAT32) {
+            float shift[2], in_units[2];
 #pragma unroll
-            for (int i = 0; i < ACC; i++) d[i] *= in_units[Accumulator::row_half(i)];
+            for (int i = 0; i < 2; i++) {
+                shift[i] = mean[i] - centre_of(mean[i], m2[i], (float)rows);
+                in_units[i] = 1.f / deviation_unit(m2[i], rows);
+            }
+#pragma unroll
+            for (int i = 0; i < ACC; i++) {
+                d[i] += shift[Accumulator::row_half(i)];
+                if (IN_UNITS) d[i] *= in_units[Accumulator::row_half(i)];
+            }
         }
     }
 
@@ -346,8 +354,7 @@ struct Consumer : Cta {
         mbar_wait(&sh.arguments_ready, 0);
 #endif
         const float own = h ? mean[1] : mean[0];
-        Merged all = {own, 0.f, 1.f};
-        float m2_of_all = h ? m2[1] : m2[0];
+        float mean_of_all = own, m2_of_all = h ? m2[1] : m2[0];
 
         if constexpr (CLUSTER_CTAS == 1) {
             if ((lane & 2) == 0) {  // for the mergers
@@ -359,17 +366,17 @@ struct Consumer : Cta {
             for (int cta = (lane & 2) / 2; cta < CLUSTER_CTAS; cta += 2)  // the two lanes take turns
                 send(&sh.gathered[rank][mine], own, m2_of_all, here, cta);
             mbar_wait_sent(here, 0);
-            merge_feature(Gathered{&sh.gathered[0][mine]}, parts(block), 0, 1, all.mean, m2_of_all);
+            merge_feature(Gathered{&sh.gathered[0][mine]}, parts(block), 0, 1, mean_of_all, m2_of_all);
         }
         const float var = m2_of_all / (float)m;
         mbar_wait(&sh.arguments_ready, 0);
 #if RENORM
-        const Corrected u = {sh.arguments[mine], sh.running[mine], sh.limits, all.mean, var, f.eps};
+        const Corrected u = {sh.arguments[mine], sh.running[mine], sh.limits, mean_of_all, var, f.eps};
 #else
         const Affine u = sh.arguments[mine];
 #endif
-        all.a = u.slope(var, f.eps), all.unit = deviation_unit(var, 1);
-        epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.mean, all.a, all.unit, u.beta));
+        const Merged all = merged_of(mean_of_all, var, u.slope(var, f.eps), u.beta);
+        epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.centre, all.a, all.unit, all.offset));
     }
 
     // The epilogue of the CTA's last tile, once all tiles are merged. `own` is the mean of the thread's feature h in
@@ -381,19 +388,19 @@ struct Consumer : Cta {
             const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
             epilogue_in_registers(
                 d, row, block, h,
-                epilogue_of(1.f, own - all.mean, all.a, all.unit, all.offset_or(sh.beta[within + 8 * h])));
+                epilogue_of(1.f, own - all.centre, all.a, all.unit, all.offset_or(sh.beta[within + 8 * h])));
         } else {
             const Affine u = sh.arguments[within + 8 * h];
-            Merged all = {0.f, 0.f, 1.f};
+            Merged all = {};
             if (!RANKS && parts(block).lanes() == 1) {  // there are few parts: merging them here saves a round trip
                 float m2;
                 const Word* words = words_of(block) + within + 8 * h;
-                merge_feature(Published{words, launch}, parts(block), 0, 1, all.mean, m2);
+                merge_feature(Published{words, launch}, parts(block), 0, 1, all.centre, m2);
                 all.a = u.slope(m2 / (float)m, f.eps);
             } else {
                 all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
             }
-            epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.mean, all.a, all.unit, u.beta));
+            epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.centre, all.a, 1.f, u.beta));
         }
     }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "sm90/cta.cuh"
 
-// Loads the coefficients of y = f(a (d + tile mean - mean) + offset) for the VEC_Y features of a lane's columns, once
+// Loads the coefficients of y = f(a (d + tile's centre - centre) + offset) for the VEC_Y features of a lane's columns, once
 // all features of the tile are merged. A lane computes the coefficients of EACH neighbouring features, with all its
 // words in flight at once; shuffles distribute them.
 __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int block, int backoff) const {
@@ -14,7 +14,7 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int 
     Fetched beta[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-        beta[e] = !RENORM && first + e < n ? fetch(f.beta, f.beta_code, first + e) : Fetched{KIND_ABSENT, 0};
+        beta[e] = !TWO_WORDS && first + e < n ? fetch(f.beta, f.beta_code, first + e) : Fetched{KIND_ABSENT, 0};
     Word all[EACH], tile[EACH], units[EACH];
     while (true) {
         bool here = true;
@@ -34,10 +34,10 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int 
     Epilogue made[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-        const float unit_of = deviation_unit(tile[e].y, min((int)m - row * BLOCK_M, BLOCK_M));
-        const float unit = TWO_WORDS ? units[e].x : 1.f;
-        made[e] =
-            epilogue_of(unit_of, tile[e].x - all[e].x, all[e].y, unit, RENORM ? units[e].y : beta[e].or_else(0.f));
+        const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
+        const float unit_of = deviation_unit(tile[e].y, rows), of_tile = centre_of(tile[e].x, tile[e].y, (float)rows);
+        const float unit = TWO_WORDS ? units[e].x : 1.f, offset = TWO_WORDS ? units[e].y : beta[e].or_else(0.f);
+        made[e] = epilogue_of(unit_of, of_tile - all[e].x, all[e].y, unit, offset);
     }
 #pragma unroll
     for (int e = 0; e < VEC_Y; e++) {

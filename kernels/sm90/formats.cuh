@@ -70,6 +70,11 @@ __device__ __forceinline__ float deviation_unit(float m2, int rows) {
     return __uint_as_float((u32)(127 + (exponent >> 1)) << 23);
 }
 
+// The centre of deviations of y's format, for statistics over `rows` rows (deviation_centre).
+__device__ __forceinline__ float centre_of(float mean, float m2, float rows) {
+    return FLOAT32 ? mean : deviation_centre(mean, m2 / rows);
+}
+
 // y's 16-bit type, or float
 #if FLOAT32_OUTPUT || !(ELEMENT == ELEMENT_BFLOAT16 || ELEMENT == ELEMENT_FLOAT16)
 using Y = float;
@@ -104,8 +109,8 @@ struct Epilogue {
     float2 to_y;
 };
 
-// The epilogue for deviations from a tile's mean, in units of `unit_of`. The tile's mean exceeds the mean of all rows
-// by `shift`.
+// The epilogue for deviations from a tile's centre, in units of `unit_of`. The tile's centre exceeds that of all rows by
+// `shift`; `beta` is what y is at the latter.
 __device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, float a, float unit, float beta) {
 #if SAVE_DEVIATIONS
     return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, beta)};

@@ -117,10 +117,8 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 #else
             const Affine& to_y = u;
 #endif
-            if (publishes) publish(merged + (size_t)block * BLOCK_N + c, mean, to_y.slope(var, f.eps), launch);
-            if (TWO_WORDS && publishes)
-                publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1),
-                        RENORM ? to_y.beta : 0.f, launch);
+            const Merged all = merged_of(mean, var, to_y.slope(var, f.eps), to_y.beta);
+            if (publishes) publish_merged(merged, features, (size_t)block * BLOCK_N + c, all, launch);
             if (running) {
                 const StatisticsType weight = sh.momentum, s = u.scale;
                 const StatisticsType b = of_b.or_else((StatisticsType)0);
@@ -131,8 +129,8 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 store_vector(f.running_var, f.running_var_code, feature, rv);
             }
             if (SAVE_DEVIATIONS && mine)
-                store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1),
-                            to_y.slope(var, f.eps), to_y.beta, to_y.ratio(), to_y.shift());
+                store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, all.unit, all.a, all.offset,
+                            to_y.ratio(), to_y.shift());
         }
     }
 }
@@ -193,10 +191,8 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
 #else
             const Affine& to_y = u;
 #endif
-            if (speaks) publish(merged + (size_t)block * BLOCK_N + c, all.mean, to_y.slope(var, f.eps), launch);
-            if (TWO_WORDS && speaks)
-                publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1),
-                        RENORM ? to_y.beta : 0.f, launch);
+            const Merged of_y = merged_of(all.mean, var, to_y.slope(var, f.eps), to_y.beta);
+            if (speaks) publish_merged(merged, features, (size_t)block * BLOCK_N + c, of_y, launch);
         }
     }
     if (RENORM) __syncwarp();  // all lanes have read the running statistics
@@ -232,8 +228,9 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
 #else
             const Affine& to_y = u;
 #endif
+            const Merged of_y = merged_of(rounded.mean, var, to_y.slope(var, f.eps), to_y.beta);
             store_saved(for_backward.vectors, n, feature, s, gamma, all.m2 / all.rows * (BY_LIMBS ? M2_AS_MADE : 1.0),
-                        p.eps, deviation_unit(var, 1), to_y.slope(var, f.eps), to_y.beta, to_y.ratio(), to_y.shift());
+                        p.eps, of_y.unit, of_y.a, of_y.offset, to_y.ratio(), to_y.shift());
         }
     }
     __syncwarp();

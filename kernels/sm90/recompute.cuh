@@ -21,7 +21,7 @@ struct Recomputer : Consumer {
         mbar_wait(&sh.arguments_ready, 0);
         if (speaks) {
             const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + mine, launch);
-            sh.centred[mine] = {all.mean, 1.f / all.unit, all.a * all.unit, all.offset_or(sh.beta[mine])};
+            sh.centred[mine] = {all.centre, 1.f / all.unit, all.a * all.unit, all.offset_or(sh.beta[mine])};
         }
         __syncwarp();
     }

@@ -1,6 +1,7 @@
 // How CTAs communicate through the workspace, in words of two floats and the number of the launch that wrote them, and
 // how all CTAs agree on this number.
 #pragma once
+#include "sm90/formats.cuh"
 #include "sm90/ptx.cuh"
 
 struct alignas(16) Word {
@@ -30,29 +31,32 @@ __device__ __forceinline__ float2 await(const Word* word, u64 launch, int backof
     return make_float2(w.x, w.y);
 }
 
-constexpr bool TWO_WORDS = SAVE_DEVIATIONS && (IN_UNITS || RENORM);  // a feature has two words in `merged`
+constexpr bool TWO_WORDS = SAVE_DEVIATIONS && (!FLOAT32 || RENORM);  // a feature has two words in `merged`
 
-struct Merged {  // the results for one feature, over all rows
-    float mean, a, unit;
-#if RENORM
-    float offset;
-    __device__ float offset_or(float) const { return offset; }
-#else
-    __device__ float offset_or(float beta) const { return beta; }
-#endif
+struct Merged {  // the results for one feature, over all rows: y = f(a (g - centre) + offset)
+    float centre, a, unit, offset;
+    __device__ float offset_or(float beta) const { return TWO_WORDS ? offset : beta; }
 };
 
-// `merged` is [TWO_WORDS ? 2 : 1][features]. The first row holds (mean, a). There is a second row, (unit, offset), if
+// The centre is the mean, or with SAVE_DEVIATIONS that of the deviations.
+__device__ __forceinline__ Merged merged_of(float mean, float var, float a, float beta) {
+    const float centre = SAVE_DEVIATIONS ? centre_of(mean, var, 1.f) : mean;
+    return {centre, a, deviation_unit(var, 1), centre == mean ? beta : fmaf(-a, mean - centre, beta)};
+}
+
+// `merged` is [TWO_WORDS ? 2 : 1][features]. The first row holds (centre, a). There is a second row, (unit, offset), if
 // units may differ from 1 or the offset from beta.
 __device__ __forceinline__ Merged await_merged(const Word* merged, size_t features, size_t feature, u64 launch) {
     const float2 all = await(merged + feature, launch);
-#if RENORM
+    if constexpr (!TWO_WORDS) return {all.x, all.y, 1.f, 0.f};
     const float2 more = await(merged + features + feature, launch);
     return {all.x, all.y, more.x, more.y};
-#else
-    const float unit = SAVE_DEVIATIONS && IN_UNITS ? await(merged + features + feature, launch).x : 1.f;
-    return {all.x, all.y, unit};
-#endif
+}
+
+__device__ __forceinline__ void publish_merged(Word* merged, size_t features, size_t feature, const Merged& all,
+                                               u64 launch) {
+    publish(merged + feature, all.centre, all.a, launch);
+    if (TWO_WORDS) publish(merged + features + feature, all.unit, all.offset, launch);
 }
 
 __device__ __forceinline__ u64 later_than(u64 time) {
