@@ -325,13 +325,13 @@ def mn_major_operands(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
 
 
 def _takes_weight_as_it_lies(p: Matmul, mode: str) -> bool:
-    """Return whether "limbs_rs" can take the float32 weight without a copy: K-major, but MN-major in mode "gemm".
+    """Return whether "limbs_rs" can take the float32 weight without a copy: K-major, and MN-major in mode "gemm".
 
-    In mode "gemm" it serves dx alone. For dw, whose x is MN-major, making limbs of long columns costs what it saves.
+    It does not serve dw, whose x is MN-major: there making limbs of long columns costs what it saves.
     """
-    if mode == "gemm":
-        return is_mn_major(p) and p.x.strides[1] == 1
-    return on_words(p.w, p.k, 4)
+    if mode != "gemm":
+        return on_words(p.w, p.k, 4)
+    return p.x.strides[1] == 1 and (on_words(p.w, p.k, 4) or is_mn_major(p))
 
 
 def is_mn_major(p: Matmul) -> bool:

@@ -41,7 +41,7 @@ SPLIT_K_TILES_BY_MODE = {
     "inference": (*((block_m, 1, split) for block_m, split in SPLIT_K_TILES), (32, 2, 4)),
     "training": ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8)),
 }
-# (BLOCK_M, CLUSTER, SPLIT_K) of "limbs_rs", for few rows. In mode "gemm" the weight is MN-major, as in the backward.
+# (BLOCK_M, CLUSTER, SPLIT_K) of "limbs_rs", for few rows. In mode "gemm" the weight may be MN-major, as for dx.
 LIMBS_RS_TILES = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLIT_K_TILES_BY_MODE["inference"][:-1]
 # (BLOCK_M, CLUSTER) with channels first, whose x is MN-major: a CTA loads whole columns
 CHANNELS_FIRST_TILES = ((256, 2), (256, 1), (128, 2), (128, 1), (64, 1))
@@ -92,8 +92,8 @@ def _without_renorm() -> Iterator[Kernel]:
     for element, mode, block_m, cluster, split in tiles:
         for saves in (False,) if mode == "inference" else (False, True):
             yield forward_sm90(element, mode, block_m, cluster, saves, split=split)
-    for block_m, cluster, split in LIMBS_RS_TILES:
-        yield forward_sm90(limbs_rs, "gemm", block_m, cluster, w_mn_major=True, split=split)
+    for (block_m, cluster, split), w_mn_major in itertools.product(LIMBS_RS_TILES, (False, True)):
+        yield forward_sm90(limbs_rs, "gemm", block_m, cluster, w_mn_major=w_mn_major, split=split)
     for element, tile in itertools.product(("float16", "bfloat16"), CHANNELS_FIRST_TILES):
         for mode, saves in (("inference", False), ("recompute", False), ("recompute", True)):
             yield channels_first_sm90(element, mode, *tile, saves)

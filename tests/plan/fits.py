@@ -280,8 +280,10 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
     assert one.ctas <= p.device.sms
     of_both = one.element == "limbs"
     if not of_both:  # what TMA can load
-        assert (one.element, dict(one.kernel.defines)["W_MN_MAJOR"], p.w.strides[0]) == ("limbs_rs", "1", 1)
-        assert p.w.aligned and p.w.strides[1] >= p.n and p.w.strides[1] % 4 == 0
+        mn_major = int(dict(one.kernel.defines)["W_MN_MAJOR"])
+        length = p.n if mn_major else p.k
+        assert one.element == "limbs_rs" and p.w.strides[1 - mn_major] == 1
+        assert p.w.aligned and p.w.strides[mn_major] >= length and p.w.strides[mn_major] % 4 == 0
         assert b not in {split.name for split in limbs.of}
     for name, at, count in ((a, p.x, p.m), (b, p.w, p.n))[: 1 + of_both]:
         split, mn_major = next(split for split in limbs.of if split.name == name), at.strides[1] != 1

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gsbn._plan import C_TYPE, ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix, OneLaunch
 from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS, SUMS_CTAS
+from gsbn._plan.backward_products import plan_product
 from gsbn._plan.gemm import CUBLAS_SMS, FEW_TERMS, MAX_TERMS
 from gsbn._plan.limbs import split_grid
 from gsbn._plan.sm90_variants import LIMBS_RS_TILES
@@ -412,6 +413,13 @@ def test_products_of_rows_that_end_off_16_bytes(shape: tuple[int, int, int], dx:
     assert ["padded" if product.p.y.own else product.gemm for product in (decided.x, decided.weight)] == [dx, dw]
 
 
+@pytest.mark.parametrize("b", [Matrix((8192, 1), True), Matrix((1, 8192), True)], ids=["K-major", "MN-major"])
+def test_a_product_of_few_rows_makes_the_limbs_of_b_in_registers(b: Matrix) -> None:
+    program = plan_product(contiguous(128, 8192, 8192, "float32")._replace(w=b), "highest", "auto")
+    launch = program.launch("forward_sm90")
+    assert launch is not None and dict(launch.kernel.defines)["ELEMENT"] == "ELEMENT_LIMBS_RS"
+
+
 def test_limbs_rs_of_dx_can_be_forced_or_forbidden() -> None:
     p = contiguous(100, 4104, 520, "float32")
 
@@ -428,7 +436,8 @@ def test_limbs_rs_of_dx_can_be_forced_or_forbidden() -> None:
     for w, want in (
         (p.w._replace(aligned=False), "limbs"),
         (Matrix((521, 1), True), "limbs"),
-        (Matrix((1, 4104), True), "limbs"),  # K-major for dx
+        (Matrix((1, 4104), True), "limbs_rs"),  # K-major for dx
+        (Matrix((1, 4105), True), "limbs"),
         (Matrix((524, 1), True), "limbs_rs"),
         (Matrix((1040, 2), True), "limbs_rs"),  # it is copied
     ):
