@@ -2,11 +2,10 @@
 
 A result is right if ‖Δ‖ / ‖truth‖ of y, of a running statistic or of a gradient is at most 1.1 times PyTorch's and
 half a unit in the last place. The truth is float64's on the same device, and for float64 np.longdouble's on the CPU.
-In 16 bits gsbn keeps deviations from the mean, where PyTorch keeps z. If one row moves the mean far from all others,
-theirs are rounded at the size of that move. And the gradient of g is rounded to x's dtype once before it is multiplied,
-where PyTorch rounds it twice: over many rows the roundings of the few values that a 16-bit dy takes do not cancel, and
-in a few features one of the two has much the larger sum. A gradient may therefore also have 1.1 times the error of
-exact arithmetic on deviations and gradients of g in x's dtype (`kept_in_16_bits`).
+In 16 bits the gradient of g is rounded to x's dtype once before it is multiplied, where PyTorch rounds it twice: over
+many rows the roundings of the few values that a 16-bit dy takes do not cancel, and in a few features one of the two has
+much the larger sum. A gradient may therefore also have 1.1 times the error of exact arithmetic on a gradient of g in
+x's dtype (`of_rounded_dg`).
 PyTorch uses TF32 if gsbn does, and adds no partial sums of a 16-bit product in 16 bits.
 
 With few features an error is chance: the norm of n independent errors varies by 1 / sqrt(2 n). A family that fails is
@@ -29,11 +28,9 @@ from gsbn import Gradients, reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.problem import deviations_dtype
 from tests.support.families import spoil
 
 FACTOR, EPS = 1.1, 1e-5
-SMS, TILE_ROWS, TILE_FEATURES = 132, 256, 128  # of a Hopper GPU, and the largest tile of forward_sm90
 # What is not promised by limbs of few inputs, with reasons in docs/trust.md: how many times the limit it may be, and
 # for which numbers of inputs.
 UNPROMISED = {("constant input", "float32", "training", "running_var"): (2.0, range(1, 65))} | {
@@ -131,7 +128,7 @@ def truth_of(o: Tensors, state: Tensors, training: bool) -> Tensors:
         d, mean = d.sub_(rest), mean + rest
         var = d.square().mean(0)
         r = (s * s * var + EPS).rsqrt()
-        found |= _through_deviations(o, d, r, r)
+        found |= _through_deviations(o, d, r)
         found |= {"y": d * (gamma * s * r) + beta}
         found |= {"running_mean": s * (mean + b), "running_var": s * s * var * (B / (B - 1))}
         return found
@@ -143,43 +140,24 @@ def truth_of(o: Tensors, state: Tensors, training: bool) -> Tensors:
     return found | {"dx": dg @ w, "dweight": dg.T @ x}
 
 
-def _through_deviations(o: Tensors, d: Any, r: Any, own: Any, dtype: Any = torch.float64) -> Tensors:
-    """The gradients through deviations d, whose factor 1 / sqrt(s² var + eps) is `own`; r is the batch's. dg is rounded
-    to `dtype`."""
+def _through_deviations(o: Tensors, d: Any, r: Any, dtype: Any = torch.float64) -> Tensors:
+    """The gradients through deviations d and r = 1 / sqrt(s² var + eps). dg is rounded to `dtype`."""
     x, w, dy, s, gamma = (o[name].double() for name in ("x", "weight", "dy", "scale", "gamma"))
-    dots = own * (dy * d).sum(0)
-    dg = ((gamma * s * r) * (dy - dy.mean(0) - d * (s * s * own * dots / len(x)))).to(dtype).double()
+    dots = r * (dy * d).sum(0)
+    dg = ((gamma * s * r) * (dy - dy.mean(0) - d * (s * s * r * dots / len(x)))).to(dtype).double()
     return {"dgamma": s * dots, "dscale": gamma * EPS * r * r * dots, "dx": dg @ w, "dweight": dg.T @ x}
 
 
-def kept_in_16_bits(o: Tensors, tile_rows: int | None = None) -> Tensors:
-    """The gradients of exact arithmetic on deviations and dg in x's dtype; {} if gsbn keeps more digits.
-
-    float16 deviations are in units of their spread. With `tile_rows` they have been rounded before, about the mean of
-    their tile: so tiles wait for the statistics if there are more of them than SMs.
-    """
+def of_rounded_dg(o: Tensors) -> Tensors:
+    """The gradients of exact arithmetic on dg in x's dtype; {} if x has more digits."""
     x, w, s = (o[name] for name in ("x", "weight", "scale"))
-    name = str(x.dtype).removeprefix("torch.")
-    if name not in ("float16", "bfloat16") or deviations_dtype(name, len(x), training=True) != name:
+    if x.dtype not in (torch.float16, torch.bfloat16):
         return {}
-    g, s = x.double() @ w.double().T, s.double()
-    if tile_rows is not None:
-        for tile in g.split(tile_rows):
-            mean = tile.mean(0)
-            tile.copy_(_rounded(tile - mean, x.dtype) + mean)
-    d = g - g.mean(0)
-    var = d.square().mean(0)
-    kept = _rounded(d, x.dtype)
-    kept -= kept.mean(0)
-    factors = ((s * s * v + EPS).rsqrt() for v in (var, kept.square().mean(0)))
-    return _through_deviations(o, kept, *factors, dtype=x.dtype)
-
-
-def _rounded(d: Any, dtype: Any) -> Any:
-    """Deviations in 16 bits, as float64; float16 in units of a power of two near their spread."""
-    spread = d.square().mean(0).sqrt().clamp(2.0**-126)
-    unit = torch.exp2(torch.floor(torch.log2(spread)) + 1) if dtype is torch.float16 else 1.0
-    return (d / unit).to(dtype).double() * unit
+    d = x.double() @ w.double().T
+    d -= d.mean(0)
+    d -= d.mean(0)
+    r = (s.double() ** 2 * d.square().mean(0) + EPS).rsqrt()
+    return _through_deviations(o, d, r, dtype=x.dtype)
 
 
 def over_ghosts(of_batch: Callable[[Tensors], Tensors], o: Tensors, groups: int) -> Tensors:
@@ -285,14 +263,13 @@ class Tally:
         """The worse error of each quantity, with saved deviations and without; no limit if PyTorch overflows."""
         found: dict[tuple[str, ...], Row] = {}
         for key in self.sums:
-            if key[0] in ("torch", "16 bits", "16 bits, twice"):
+            if key[0] in ("torch", "rounded dg"):
                 continue
             path, gemm, kind, mode, quantity = *key[:4], key[4].partition(",")[0]
             mine, its = self.error(key), self.error(("torch", "", kind, mode, quantity))
-            rounded = ["16 bits"] + ["16 bits, twice"] * (path == "sm90")
-            keys = [(how, "", kind, mode, quantity) for how in rounded]
-            kept = [self.error(exact) for exact in keys if exact in self.sums]
-            limit = FACTOR * max(its, *filter(np.isfinite, kept), 0.0) + self.roundoff[key]
+            rounded = ("rounded dg", "", kind, mode, quantity)
+            least = self.error(rounded) if rounded in self.sums else 0.0
+            limit = FACTOR * max(its, least if np.isfinite(least) else 0.0) + self.roundoff[key]
             times, inputs = UNPROMISED.get((family, kind, mode, quantity), (1.0, range(0)))
             limit *= times if shape[1] in inputs else 1.0
             if kind == "tf32" and path != "tiled":  # has no TF32. Each library chooses cuBLAS kernels by speed
@@ -371,9 +348,7 @@ def _draw(
                 precision = KINDS[kind][1]
                 tally.add(("torch", "", kind, mode), theirs(o, state, training, precision, ghosts), found)
                 if training and device == "cuda":
-                    tally.add(("16 bits", "", kind, mode), over_ghosts(kept_in_16_bits, o, ghosts), found)
-                    if -(-shape[0] // TILE_ROWS) * -(-shape[2] // TILE_FEATURES) > SMS:
-                        tally.add(("16 bits, twice", "", kind, mode), kept_in_16_bits(o, TILE_ROWS), found)
+                    tally.add(("rounded dg", "", kind, mode), over_ghosts(of_rounded_dg, o, ghosts), found)
                 for library, gemm in ways:
                     try:
                         results, path = ours(library, o, state, training, precision, gemm, limits, ghosts)

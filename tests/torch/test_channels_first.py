@@ -23,8 +23,8 @@ from tests.support.beside_torch import (  # noqa: E402
     EPS,
     FACTOR,
     base_operands,
-    kept_in_16_bits,
     most_accurate,
+    of_rounded_dg,
     operands,
     squares,
     truth_of,
@@ -97,7 +97,7 @@ def theirs(o: Tensors, samples: tuple[int, int], training: bool, relu: bool, sta
 
 def assert_as_accurate(shape: Any, family: str, dtype: str, limits: Limits = ANY, seeds: int = 2) -> None:
     """As tests.support.beside_torch has it: at most 1.1 times the error of PyTorch's convolution, or of exact
-    arithmetic on what is kept in 16 bits, and half a unit; over all seeds together."""
+    arithmetic on a gradient of g in 16 bits, and half a unit; over all seeds together."""
     samples = shape[0]
     sums: dict[tuple[str, str], list[float]] = {}
     with most_accurate():
@@ -109,7 +109,7 @@ def assert_as_accurate(shape: Any, family: str, dtype: str, limits: Limits = ANY
             frozen = truth_of(o, dict(zip(("running_mean", "running_var"), of_truth, strict=True)), False)
             truth |= {"y, frozen": frozen["y"]}
             results = {"ours": ours(o, samples, True, False, fresh, limits)}
-            results |= {"theirs": theirs(o, samples, True, False, fresh), "kept": kept_in_16_bits(o)}
+            results |= {"theirs": theirs(o, samples, True, False, fresh), "rounded": of_rounded_dg(o)}
             results["ours"]["y, frozen"] = ours(o, samples, False, False, of_truth, limits)["y"]
             results["theirs"]["y, frozen"] = theirs(o, samples, False, False, of_truth)["y"]
             for of, found in results.items():
@@ -123,7 +123,7 @@ def assert_as_accurate(shape: Any, family: str, dtype: str, limits: Limits = ANY
         if of == "ours":
             wide = name in ("dgamma", "dbeta", "running_mean", "running_var")
             roundoff = torch.finfo(torch.float32 if wide else getattr(torch, dtype)).eps / 2
-            limit = FACTOR * max(error["theirs", name], error.get(("kept", name), 0.0)) + roundoff
+            limit = FACTOR * max(error["theirs", name], error.get(("rounded", name), 0.0)) + roundoff
             assert not error[of, name] > limit, (name, error[of, name], error["theirs", name], limit)
 
 
