@@ -158,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Projection by(rows, of, all);
         exchange.peek(exchange.rank, FEATURES_AT + POSTS * c, S);
         exchange.peek(exchange.rank, FEATURES_AT + POSTS * c + 1, E);
+        E += of(SAVED_OF_MEAN) * S;  // from this rank's centre
         store_gradients(p, of, S, by.of_part(S, E / of(SAVED_UNIT)), to_bias, to_scale, to_gamma, to_beta);
         const double own = static_cast<double>(p.m) / rows;
         if constexpr (SUMS < POSTS) {  // backward_dg makes no correction

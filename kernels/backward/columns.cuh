@@ -270,7 +270,17 @@ __device__ inline void scale_sums(double (&sums)[POSTS], double unit) {
     for (int j = 1; j < POSTS; ++j) sums[j] *= j == 3 ? unit * unit : unit;
 }
 
-// Computes what this rank posts for a feature: its sums, with deviations in units of g.
+// Turns sums over deviations d of `rows` rows into the sums over d - by.
+__device__ inline void shift_sums(double (&sums)[POSTS], double rows, double by) {
+    sums[1] -= by * sums[0];
+    if constexpr (POSTS == 4) {
+        sums[3] -= by * (2.0 * sums[2] - rows * by);
+        sums[2] -= rows * by;
+    }
+}
+
+// Computes what this rank posts for a feature: its sums, with deviations from the mean in units of g. Ranks may have
+// different centres: those of few rows keep deviations in float64, from the mean.
 __device__ inline void sums_to_post(const BackwardProblem& p, const D* d, const Factors& of, const ColumnSums& sums,
                                     double (&posts)[POSTS]) {
 #pragma unroll
@@ -283,6 +293,7 @@ __device__ inline void sums_to_post(const BackwardProblem& p, const D* d, const 
             posts[3] += deviation * deviation;
         }
     scale_sums(posts, of(SAVED_UNIT));
+    shift_sums(posts, static_cast<double>(p.m), of(SAVED_OF_MEAN));
 }
 
 // Posts this rank's sums of a feature, and with the first feature also the header.
@@ -294,9 +305,10 @@ __device__ inline void post_sums(const BackwardExchange& exchange, const Backwar
     exchange.post_feature(of.c, posts);
 }
 
-// Collects the sums of a feature over all ranks, with deviations in this rank's units. Returns the rows of all ranks.
+// Collects the sums of a feature over all ranks, with this rank's centre and units. Returns the rows of all ranks.
 __device__ inline double collect_sums(const BackwardExchange& exchange, const Factors& of, double (&all)[POSTS]) {
     const double rows = exchange.sums(of.c, all);
+    shift_sums(all, rows, -of(SAVED_OF_MEAN));
     scale_sums(all, 1.0 / of(SAVED_UNIT));
     return rows;
 }

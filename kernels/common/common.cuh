@@ -184,22 +184,23 @@ enum : int { AFFINE_MEAN = 0, AFFINE_MEAN_LOW = 1, AFFINE_A = 2, AFFINE_BETA = 3
 // What a forward saves for its backward: rows of n float64 numbers (backward.cu has the formulas). From SAVED_RATE on,
 // a row has one meaning in training and another in inference.
 enum : int {
-    SAVED_A = 0,       // gamma s r
-    SAVED_SCALE = 1,   // training: gamma eps r^3 unit; inference: gamma r
-    SAVED_GAMMA = 2,   // training: s r unit; inference: r
-    SAVED_RATE = 3,    // training: s^2 r^2 unit^2
-    SAVED_UNIT = 4,    // training: the unit of the deviations
-    SAVED_REST = 5,    // training: eps r^2, which is 1 - s^2 r^2 var
-    SAVED_CENTRE = 3,  // inference: the centre, which is subtracted from g
-    SAVED_BIASED = 4,  // inference: centre + b
-    SAVED_Z = 5,       // inference: s (centre + b) - running_mean
-    SAVED_S = 6,       // inference: s
-    SAVED_SLOPE = 7,   // training: a unit, with the a of y: y = f(slope d + offset)
-    SAVED_MEAN = 7,    // inference: mean of y = f(a (g - mean) + offset)
-    SAVED_OFFSET = 8,  // both: offset in these formulas
-    SAVED_ROWS = 9,    // number of rows without RENORM
-    SAVED_RATIO = 9,   // with RENORM: ratio, by which the rows A, SCALE, GAMMA and SLOPE have been multiplied
-    SAVED_SHIFT = 10,  // with RENORM: shift, by which gamma / beta is in SAVED_OFFSET
+    SAVED_A = 0,        // gamma s r
+    SAVED_SCALE = 1,    // training: gamma eps r^3 unit; inference: gamma r
+    SAVED_GAMMA = 2,    // training: s r unit; inference: r
+    SAVED_RATE = 3,     // training: s^2 r^2 unit^2
+    SAVED_UNIT = 4,     // training: the unit of the deviations
+    SAVED_REST = 5,     // training: eps r^2, which is 1 - s^2 r^2 var
+    SAVED_CENTRE = 3,   // inference: the centre, which is subtracted from g
+    SAVED_BIASED = 4,   // inference: centre + b
+    SAVED_Z = 5,        // inference: s (centre + b) - running_mean
+    SAVED_OF_MEAN = 6,  // training: the deviation of the mean, which is 0 or, if the centre is 0, the mean
+    SAVED_S = 6,        // inference: s
+    SAVED_SLOPE = 7,    // training: a unit, with the a of y: y = f(slope d + offset)
+    SAVED_MEAN = 7,     // inference: mean of y = f(a (g - mean) + offset)
+    SAVED_OFFSET = 8,   // both: offset in these formulas
+    SAVED_ROWS = 9,     // number of rows without RENORM
+    SAVED_RATIO = 9,    // with RENORM: ratio, by which the rows A, SCALE, GAMMA and SLOPE have been multiplied
+    SAVED_SHIFT = 10,   // with RENORM: shift, by which gamma / beta is in SAVED_OFFSET
 };
 
 // The centre from which deviations in 16 bits are taken: the mean, but 0 where that is small beside the spread. One row
@@ -214,10 +215,10 @@ __device__ __forceinline__ R deviation_centre(R mean, R var) {
 #define RENORM 0  // 1: a variant for batch renormalisation (common/renorm.cuh)
 #endif
 
-// Stores the SAVED_ rows of feature i in training. Its deviations are in units of `unit`, and y was computed with `a`
-// and `offset`, which may be rounded. common/renorm.cuh defines `ratio` and `shift`.
+// Stores the SAVED_ rows of feature i in training. Its deviations are in units of `unit`, that of the mean is `of_mean`,
+// and y was computed with `a` and `offset`, which may be rounded. common/renorm.cuh defines `ratio` and `shift`.
 __device__ inline void store_saved(double* saved, long long n, long long i, double s, double gamma, double var,
-                                   double eps, double unit, double a, double offset, double ratio = 1.0,
+                                   double eps, double of_mean, double unit, double a, double offset, double ratio = 1.0,
                                    double shift = 0.0) {
     const double square = 1.0 / (s * s * var + eps), r = sqrt(square), to_units = s * unit;
     saved[SAVED_A * n + i] = gamma * s * r * ratio;
@@ -226,7 +227,7 @@ __device__ inline void store_saved(double* saved, long long n, long long i, doub
     saved[SAVED_RATE * n + i] = to_units * to_units * square;  // few roundings: dg of an outlier cancels with it
     saved[SAVED_UNIT * n + i] = unit;
     saved[SAVED_REST * n + i] = eps * square;
-    saved[SAVED_S * n + i] = 0.0;  // no backward in training reads it, but equal calls must save equal bytes
+    saved[SAVED_OF_MEAN * n + i] = of_mean;
     saved[SAVED_SLOPE * n + i] = a * unit;
     saved[SAVED_OFFSET * n + i] = offset;
     if constexpr (RENORM) {

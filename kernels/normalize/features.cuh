@@ -121,8 +121,8 @@ struct Feature {
     __device__ __forceinline__ void save(const ForwardProblem& p, long long c, double* saved) const {
         if (saved == nullptr) return;
         const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
-        store_saved(saved_of(p, saved, c), saved_pitch(p), c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a),
-                    static_cast<G>(offset), by.ratio, by.shift);
+        store_saved(saved_of(p, saved, c), saved_pitch(p), c, of.s, of.gamma, v, p.eps, mean - centre, unit,
+                    static_cast<G>(a), static_cast<G>(offset), by.ratio, by.shift);
     }
     // Updates the running statistics, if there are any. `batches` is the count before this batch. With GHOST it stores
     // the statistics of this ghost batch instead.

@@ -129,8 +129,8 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 store_vector(f.running_var, f.running_var_code, feature, rv);
             }
             if (SAVE_DEVIATIONS && mine)
-                store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, all.unit, all.a, all.offset,
-                            to_y.ratio(), to_y.shift());
+                store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, mean - all.centre, all.unit,
+                            all.a, all.offset, to_y.ratio(), to_y.shift());
         }
     }
 }
@@ -230,7 +230,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
 #endif
             const Merged of_y = merged_of(rounded.mean, var, to_y.slope(var, f.eps), to_y.beta);
             store_saved(for_backward.vectors, n, feature, s, gamma, all.m2 / all.rows * (BY_LIMBS ? M2_AS_MADE : 1.0),
-                        p.eps, of_y.unit, of_y.a, of_y.offset, to_y.ratio(), to_y.shift());
+                        p.eps, rounded.mean - of_y.centre, of_y.unit, of_y.a, of_y.offset, to_y.ratio(), to_y.shift());
         }
     }
     __syncwarp();

@@ -73,7 +73,7 @@ def ours(o: Tensors, samples: tuple[int, int], training: bool, relu: bool, state
     y, saved = made
     assert count == 1
     how = How.of(saved, ("x", "weight", "bias", "gamma", "beta"))._replace(
-        dtypes=("float32", None, "float32", "float32"), limits=limits
+        dtypes=("float32", None, "float32", "float32")
     )
     given = dy.view(y.shape), of_rows, o["weight"], saved.deviations, saved.vectors
     checked, arrays = run(BACKWARD_CHANNELS_FIRST, kind_of_tensor(y), given, (how, samples[1]), limits=limits)
