@@ -6,3 +6,4 @@ from .forward import forward_of as forward_of
 from .forward import forward_within as forward_within
 from .linear import linear as linear
 from .residual import add_and_activate as add_and_activate
+from .transpose import transposed as transposed

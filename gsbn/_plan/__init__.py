@@ -8,6 +8,7 @@ model that predicts the time of a path; its constants are in `rates` and `h200`.
 from .activate import place_of_u as place_of_u
 from .activate import plan_activate_backward as plan_activate_backward
 from .activate import plan_residual as plan_residual
+from .activate import plan_transpose as plan_transpose
 from .activate import then_activate as then_activate
 from .backward import plan_backward as plan_backward
 from .channels_first import channels_first_obstacle as channels_first_obstacle

@@ -1,14 +1,15 @@
-"""Plans the elementwise launches: y = f(u) or f(u + residual) after a forward, and the gradient before f."""
+"""Plans the elementwise launches: y = f(u) or f(u + residual) after a forward, the gradient before f, transposes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from .copies import copy_grid
 from .declared import flags
-from .problem import Matmul, Matrix, ceil_div
+from .problem import ITEMSIZE, Matmul, Matrix, ceil_div
 from .program import ABSENT, Builder, Program
 from .sources import with_activation
-from .variants import activate, activate_backward
+from .variants import activate, activate_backward, copy_matrix
 
 
 def place_of_u(p: Matmul, *, out: bool, keeps: bool) -> tuple[Matmul, dict[str, Any]]:
@@ -61,6 +62,17 @@ def plan_activate_backward(p: Matmul, activation: Any, v: Matrix | None) -> Prog
         grid = p.device.grid(ceil_div(p.m * p.n, item))
         build.launch(with_activation(kernel, activation), grid, fields, passed)
     return build.program("activate", "")
+
+
+def plan_transpose(p: Matmul, matrices: int) -> Program:
+    """Plan y (matrices * n, rows), the transposes of contiguous matrices x, which are (rows, n) each. m is all rows."""
+    build, rows, cols = Builder(p.device), p.m // matrices, p.n
+    y = build.make("y", (matrices * cols, rows), p.dtype)
+    fields = {"matrices": matrices, "from_matrix": rows * cols, "to_matrix": rows * cols}
+    fields |= {"rows": rows, "cols": cols, "from_row": cols, "from_col": 1, "to_row": 1, "to_col": rows}
+    grid = copy_grid(rows, cols, p.device, matrices)
+    build.launch(copy_matrix(ITEMSIZE[p.dtype]), grid, fields, {"from": "x", "to": y})
+    return build.program("transpose", "")
 
 
 def _add(build: Builder, p: Matmul, activation: Any, u: str, y: str, residual: Matrix | None, *, keeps: bool) -> None:

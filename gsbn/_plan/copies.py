@@ -55,8 +55,8 @@ def word(at: Matrix, itemsize: int) -> int:
     return min(16, pitch & -pitch) if at.aligned else itemsize
 
 
-def copy_grid(rows: int, cols: int, device: Device) -> int:
-    return device.grid(ceil_div(rows, TILE) * ceil_div(cols, TILE))
+def copy_grid(rows: int, cols: int, device: Device, matrices: int = 1) -> int:
+    return device.grid(matrices * ceil_div(rows, TILE) * ceil_div(cols, TILE))
 
 
 def rows_grid(pieces: list[tuple[int, int]], device: Device) -> int:

@@ -188,7 +188,7 @@ class Builder:
         for c in copies:
             if c not in by_rows:
                 (rows, cols), (from_row, from_col), (to_row, to_col) = c.shape, c.at.strides, c.to_at.strides
-                fields = {"rows": rows, "cols": cols}
+                fields = {"matrices": 1, "from_matrix": 0, "to_matrix": 0, "rows": rows, "cols": cols}
                 fields |= {"from_row": from_row, "from_col": from_col, "to_row": to_row, "to_col": to_col}
                 passed = {"from": c.name, "to": c.to}
                 self.launch(copy_matrix(c.itemsize), copy_grid(rows, cols, self.device), fields, passed)

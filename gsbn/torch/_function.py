@@ -40,6 +40,7 @@ from ._channels_first import channels_first, serves_channels_first
 from ._groups import group_of, name_of
 from ._operators import recorded
 from ._residual import added, check_residual
+from ._transpose import rows_of, samples_of
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
@@ -187,14 +188,14 @@ def call(
         vectors = bias, gamma, beta
         if scale is None and alone and not in_rows(x) and serves_channels_first(x, weight, vectors, options):
             return channels_first(x, weight.flatten(1), vectors, state, options, activation)
-        n, features, *sizes = x.shape
-        rows = x.movedim(1, -1).reshape(n * prod(sizes), features)
+        n, _, *sizes = x.shape
         of_rows = weight.flatten(1), bias, scale, gamma, beta, state, options, activation
-        y = call(rows, *of_rows, process_group, renorm, groups)
+        y = call(rows_of(x), *of_rows, process_group, renorm, groups)
         if prod(sizes) == 1 and x.stride(-1) == 1:  # both layouts fit y: take PyTorch's choice for such an x
             return y.view(n, weight.shape[0], *sizes)
-        y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
-        return y if in_rows(x) or not conv else y.contiguous()
+        if conv and not in_rows(x):
+            return samples_of(y, n, sizes)
+        return y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
     device = "cuda" if x.is_cuda else "cpu"
     dtype = get_autocast_dtype(device) if is_autocast_enabled(device) else None
     differentiate = is_grad_enabled() and (
