@@ -1,6 +1,7 @@
 """backward, its two halves for autograd, and the gradient of a residual."""
 
 from .activate import before_kept as before_kept
+from .backward import BACKWARD as BACKWARD
 from .backward import BACKWARD_CHANNELS_FIRST as BACKWARD_CHANNELS_FIRST
 from .backward import How as How
 from .backward import backward as backward

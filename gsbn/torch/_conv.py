@@ -113,7 +113,7 @@ class ConvBatchNorm(nn.Module):
         """Compute y from x."""
         conv: Any = self._modules["conv"]
         norm: Any = self._modules["norm"]
-        if are_plain(x, conv, norm):
+        if are_plain(x, conv, norm, self.precision):
             return cast(Tensor, fused(x, conv, None, norm, self.activation, self.precision, "auto"))
         y = norm(conv(x))
         return cast(Tensor, y if self.activation is None else module_of(self.activation)(y))

@@ -36,11 +36,11 @@ from ._autograd import (
     transforms,
     widens,
 )
-from ._channels_first import channels_first, serves_channels_first
+from ._channels_first import COPIES, IN_PLACE, channels_first, way_of
 from ._groups import group_of, name_of
 from ._operators import recorded
 from ._residual import added, check_residual
-from ._transpose import rows_of, samples_of
+from ._transpose import rows_of
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
@@ -186,16 +186,17 @@ def call(
         ghost_count(groups, x.shape[0])
         alone = renorm is None and groups == 1 and (not options[0] or name_of(process_group) is None)
         vectors = bias, gamma, beta
-        if scale is None and alone and not in_rows(x) and serves_channels_first(x, weight, vectors, options):
-            return channels_first(x, weight.flatten(1), vectors, state, options, activation)
+        if scale is None and alone and not in_rows(x):
+            how = way_of(x, weight, vectors, options)
+            if how == IN_PLACE or (how == COPIES and conv):
+                return channels_first(x, weight.flatten(1), vectors, state, options, activation, how)
         n, _, *sizes = x.shape
         of_rows = weight.flatten(1), bias, scale, gamma, beta, state, options, activation
         y = call(rows_of(x), *of_rows, process_group, renorm, groups)
         if prod(sizes) == 1 and x.stride(-1) == 1:  # both layouts fit y: take PyTorch's choice for such an x
             return y.view(n, weight.shape[0], *sizes)
-        if conv and not in_rows(x):
-            return samples_of(y, n, sizes)
-        return y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
+        y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
+        return y if in_rows(x) or not conv else y.contiguous()
     device = "cuda" if x.is_cuda else "cpu"
     dtype = get_autocast_dtype(device) if is_autocast_enabled(device) else None
     differentiate = is_grad_enabled() and (

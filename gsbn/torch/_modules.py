@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._arrays.admit import is_memory
 from .._typing import Activation, Gemm, Precision
 from ._activations import MODULES, apply, of_module
-from ._channels_first import serves_channels_first
+from ._channels_first import beats_modules
 from ._function import call, in_rows, is_transformed
 from ._ghosts import GhostBatchNorm1d
 from ._groups import name_of, world
@@ -102,7 +102,7 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
     linear, scale, norm, after = row
     factor = scale._parameters.get("scale") if isinstance(scale, nn.Module) else scale
     replaced = scale is not None and factor is None  # pruning or a parametrization replaced the parameter
-    if replaced or not are_plain(x, linear, norm) or not _agree(x, linear, scale, factor):
+    if replaced or not are_plain(x, linear, norm, precision) or not _agree(x, linear, scale, factor):
         for step in row[:3]:
             if step is not None:
                 x = x * step if step is factor else step(x)
@@ -141,7 +141,7 @@ def is_plain(module: Any, type_: Any) -> bool:
     )
 
 
-def are_plain(x: Any, linear: Any, norm: Any) -> bool:
+def are_plain(x: Any, linear: Any, norm: Any, precision: Precision = "highest") -> bool:
     """Return whether one call of gsbn may replace the calls of both modules for this input."""
     if norm.__class__ not in FOLLOWERS.get(linear.__class__, ()) or not is_plain(norm, norm.__class__):
         return False
@@ -162,13 +162,13 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
             return False  # an exported program would have no gradients
     elif not (is_memory(torch, x) and is_memory(torch, weight)):
         return False
-    return wins(x, norm) and (isinstance(linear, nn.Linear) or _suits(x, linear, norm))
+    return wins(x, norm) and (isinstance(linear, nn.Linear) or _suits(x, linear, norm, precision))
 
 
-def _suits(x: Any, conv: Any, norm: Any) -> bool:
-    """Return whether gsbn takes this input of a convolution without a copy.
+def _suits(x: Any, conv: Any, norm: Any, precision: Precision) -> bool:
+    """Return whether gsbn takes this input of a convolution: without a copy, or where it is faster with copies.
 
-    Ranks that share a batch accept a copy, because PyTorch's SyncBatchNorm is slower and does not exist on a CPU.
+    Ranks that share a batch always accept them, because PyTorch's SyncBatchNorm is slower and does not exist on a CPU.
     """
     weight, of_norm = conv._parameters["weight"], norm._parameters
     if x.dim() != weight.dim() or not_pointwise(conv) is not None:
@@ -179,7 +179,7 @@ def _suits(x: Any, conv: Any, norm: Any) -> bool:
         return True
     training = norm.training or norm._buffers["running_mean"] is None
     vectors = conv._parameters["bias"], of_norm["weight"], of_norm["bias"]
-    return serves_channels_first(x, weight, vectors, (training, "auto"))
+    return beats_modules(x, weight, vectors, training, precision)
 
 
 def not_pointwise(conv: Any) -> str | None:

@@ -16,19 +16,20 @@ from ._autograd import goes_again, is_watched
 
 
 def rows_of(x: Any) -> Any:
-    """Return x (N, C, ...) as a matrix whose rows have C adjacent features."""
+    """Return x (N, C, ...) as a matrix whose rows have C adjacent features. One launch copies a contiguous x."""
     n, features, *sizes = x.shape
     if not _by_launch(x):
         return x.movedim(1, -1).reshape(n * prod(sizes), features)
-    return _apply(x.view(n, features, prod(sizes))).view(n * prod(sizes), features)
+    x = x.view(n, features, prod(sizes))
+    differentiable = is_grad_enabled() and x.requires_grad
+    rows = super(Function, _Transpose).apply(x) if differentiable else transpose(x)  # as _apply_of in _function.py
+    return rows.view(n * prod(sizes), features)
 
 
-def samples_of(rows: Any, n: int, sizes: Any) -> Any:
-    """Return the matrix `rows_of` a tensor (N, C, *sizes) as such a tensor, which is contiguous."""
-    features = rows.shape[1]
-    if not _by_launch(rows):
-        return rows.view(n, *sizes, features).movedim(-1, 1).contiguous()
-    return _apply(rows.view(n, prod(sizes), features)).view(n, features, *sizes)
+def transpose(x: Any) -> Any:
+    """Return x.transpose(1, 2).contiguous() of a contiguous x of three dimensions; autograd does not see it."""
+    n, rows, cols = x.shape
+    return transposed(x.view(n * rows, cols), n).view(n, cols, rows)
 
 
 def _by_launch(x: Any) -> bool:
@@ -38,27 +39,14 @@ def _by_launch(x: Any) -> bool:
     return is_memory(torch, x)
 
 
-def _apply(x: Any) -> Any:
-    if is_grad_enabled() and x.requires_grad:
-        return super(Function, _Transpose).apply(x)  # as _apply_of in _function.py
-    return _of(x)
-
-
-def _of(x: Any) -> Any:
-    n, rows, cols = x.shape
-    return transposed(x.view(n * rows, cols), n).view(n, cols, rows)
-
-
 class _Transpose(Function):
     """One autograd node for x.transpose(1, 2).contiguous()."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
-        return _of(x)
+        return transpose(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         dy = dy.resolve_neg()
-        if goes_again(dy) or not _by_launch(dy):
-            return dy.transpose(1, 2)
-        return _of(dy)
+        return dy.transpose(1, 2) if goes_again(dy) or not _by_launch(dy) else transpose(dy)

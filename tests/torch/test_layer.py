@@ -442,7 +442,7 @@ def test_in_eval_groups_change_no_path(groups: int, monkeypatch: pytest.MonkeyPa
     """Channels first have kernels without ghost batches; y would have another layout without them."""
     from gsbn.torch import _function as function
 
-    monkeypatch.setattr(function, "serves_channels_first", lambda *a: True)
+    monkeypatch.setattr(function, "way_of", lambda *a: function.IN_PLACE)
     monkeypatch.setattr(function, "channels_first", lambda x, *a: x)
     x, layer = torch.randn(3, I, 8), LinearBatchNorm1d(I, O, groups=groups).eval()
     assert layer(x) is x
