@@ -85,7 +85,7 @@ table_many_step = --preset many $(two) $(brief) $(step)
 table_few_step = --preset few $(two) $(brief) $(step)
 table_inference = $(inference:%=--shape %) --mode inference $(two) $(brief) --only gsbn,pytorch,compile,addmm
 table_models = --preset models $(once)
-table_convolutions = --preset convolutions --dtype bfloat16 $(once)
+table_convolutions = --preset convolutions $(two) $(once)
 tables = kernelbench matmul autotune step many few many_step few_step inference models convolutions
 
 # Programs whose output goes into docs/results.md as it is

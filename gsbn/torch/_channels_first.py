@@ -53,7 +53,7 @@ def beats_modules(x: Any, weight: Any, vectors: tuple[Any, ...], training: bool,
 
     With copies it is in float32, where cuDNN may not use TF32, and in 16 bits for images that cuDNN does not take well,
     whose samples are short or not a multiple of 16 bytes. Without a backward PyTorch's modules move fewer bytes if
-    there are more inputs than features. docs/results.md and docs/history/channels_first.md have the figures.
+    there are more inputs than features. docs/history/channels_first.md has the figures.
     """
     how = way_of(x, weight, vectors, (training, "auto"))
     if how != COPIES:
