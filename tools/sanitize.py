@@ -54,7 +54,7 @@ from gsbn._plan.variants import (
     skinny_backward_sizes,
     skinny_features,
 )
-from gsbn._ranks.group import Group
+from gsbn._ranks.group import Group, meet
 from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv
@@ -90,7 +90,7 @@ class OneRank:
 @cache
 def alone():
     group = Group(OneRank(), 60.0, peer_memory=True)
-    group.meet()
+    meet(group)
     return group
 
 

@@ -18,7 +18,7 @@ from .._plan.backward import Asked, Vectors, gradient_of
 from .._plan.problem import VECTOR_PARAMETERS, Ranks
 from .._plan.program import Program
 from .._ranks.exchange import signature
-from .._ranks.group import Group
+from .._ranks.group import Group, gather
 from .._saved import Saved, check_versions
 from .._typing import A, AnyArray, Array
 from .._values import shown, sm_count, sms_within
@@ -336,7 +336,7 @@ def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Save
         activation=saved.activation,
         scale_shape=saved.scale_shape,
         groups=saved.groups,
-        gather=None if saved.group is None else partial(saved.group.gather, call),
+        gather=None if saved.group is None else partial(gather, saved.group, call),
     )
     return Gradients(*(kind.from_numpy(found[name]) if name in found else None for name in Gradients._fields))
 

@@ -18,6 +18,7 @@ from .._plan.forward import PREPARED
 from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
 from .._plan.program import Program
 from .._ranks.exchange import signature
+from .._ranks.group import check_host, gather
 from .._saved import dtypes_of, saved_of
 from .._values import raised_count
 
@@ -163,7 +164,7 @@ def on_cpu(
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
     x, weight, out = host["x"], host["weight"], host["out"]
     if group is not None:
-        group.check_host()
+        check_host(group)
         words = _words(host, options, len(weight), x.shape[1], str(x.dtype))
         if momentum is None or (renorm is not None and renorm.warmup):
             words += f", after {host['num_batches_tracked'].item()} batches"
@@ -184,7 +185,7 @@ def on_cpu(
         number=float(number),
         renorm=renorm,
         groups=int(groups),
-        gather=None if group is None else partial(group.gather, words),
+        gather=None if group is None else partial(gather, group, words),
     )
     if residual is not None:
         v = np.empty(y.shape, y.dtype) if keeps_u(options) else y

@@ -18,7 +18,7 @@ from .._cuda.device import cuda, on_device
 from .._cuda.driver import beside_captures
 from .._plan.problem import letters
 from .._plan.sources import Constants
-from .group import Group
+from .group import Group, agree, gather_bytes
 
 _MAILBOX = 128 << 20  # bytes for all slots and ranks: enough for 131,000 features with 8 ranks
 _FEATURES = 1 << 16, 1 << 20  # least and most features; above 16 ranks a mailbox grows by 8 MiB per rank
@@ -52,12 +52,12 @@ def features_of(ranks: int) -> int:
 
 def exchange_of(group: Group, device: int, capturing: bool) -> Exchange:
     """Return the exchange of a group. The first call on a GPU makes it; this is collective, and waits for all ranks."""
-    found = group.on_device
+    found = group._exchange
     if found is None:
         if capturing:
             raise RuntimeError("group: expected a first call before a capture, got none: it sets up the group")
         with on_device(device):
-            found = group.on_device = Exchange(group, device)
+            found = group._exchange = Exchange(group, device)
     elif found.device != device:
         raise ValueError(f"x: expected the group's device cuda:{found.device}, got cuda:{device}")
     return found  # type: ignore[no-any-return]
@@ -74,17 +74,17 @@ class Exchange:
         self._mapped: list[int] = []
         self._comm: Any = None
         self._own_comm = False
-        group.agree(f"first call on a GPU, peer_memory={group.peer_memory}")
+        agree(group, f"first call on a GPU, peer_memory={group._peer_memory}")
         runtime = cuda().runtime
         self.features = features_of(group.size)
         nbytes = 2 * group.size * letters(self.features, _NUMBERS) * _LETTER
-        self._mailbox = runtime.malloc(nbytes) if group.peer_memory else 0  # not pooled, since others open all of it
-        boxes = self._open(nbytes) if group.peer_memory else None
-        ready = all(flag == b"\1" for flag in group.gather_bytes(b"\1" if boxes is not None else b"\0"))
+        self._mailbox = runtime.malloc(nbytes) if group._peer_memory else 0  # not pooled, since others open all of it
+        boxes = self._open(nbytes) if group._peer_memory else None
+        ready = all(flag == b"\1" for flag in gather_bytes(group, b"\1" if boxes is not None else b"\0"))
         self.waits = ready and boxes is not None
         if not self.waits:
             self._unmap()
-            group.gather_bytes(b"u")
+            gather_bytes(group, b"u")
             self._free()
             self._join()
         self._status = cuda().cupy.cuda.alloc_pinned_memory(8)
@@ -98,7 +98,7 @@ class Exchange:
         self._stream: int | None = None
         self._watch = None if self.waits else _Watch(group.timeout, self._comm)
         cuda().cupy.cuda.get_current_stream().synchronize()  # so that calls on other streams see these copies
-        group.at_close(self._close)
+        group._closers.append(self._close)
 
     def _open(self, nbytes: int) -> list[int] | None:
         """Return the addresses of all ranks' mailboxes, or None if this GPU cannot access one of them. Collective."""
@@ -111,7 +111,7 @@ class Exchange:
         except runtime.CUDARuntimeError:
             handle, offered = b"", False
         info = _INFO.pack(_host(), _process(), self._mailbox, self.device, offered, handle)
-        infos = [_INFO.unpack(row) for row in group.gather_bytes(info)]
+        infos = [_INFO.unpack(row) for row in gather_bytes(group, info)]
         boxes = []
         for rank, (host, process, mailbox, device, offers, handle) in enumerate(infos):
             try:
@@ -138,12 +138,12 @@ class Exchange:
         from cupy.cuda import nccl  # `import cupy` does not import it
 
         group = self._group
-        self._comm = group.nccl
+        self._comm = getattr(group._engine, "comm", None)
         if self._comm is not None:
             return
         available = bool(getattr(nccl, "available", False))
         number = nccl.get_unique_id() if available and group.rank == 0 else bytes(128)
-        rows = group.gather_bytes(bytes([available]) + number)
+        rows = gather_bytes(group, bytes([available]) + number)
         if not all(row[0] for row in rows):
             raise RuntimeError(
                 "group: expected NCCL in CuPy on every rank, since not every GPU reaches every other's memory: "
@@ -203,9 +203,9 @@ class Exchange:
             if together:
                 cuda().runtime.deviceSynchronize()
                 try:
-                    self._group.gather_bytes(b"close")
+                    gather_bytes(self._group, b"close")
                     self._unmap()
-                    self._group.gather_bytes(b"unmap")
+                    gather_bytes(self._group, b"unmap")
                     self._free()
                 except RuntimeError:  # a rank is missing: it may still write
                     together = False

@@ -50,20 +50,14 @@ class Group:
     rank: int
     size: int
     timeout: float
-    peer_memory: bool
 
     def __init__(self, engine: Engine, timeout: float, peer_memory: bool) -> None:
-        self._engine, self.timeout, self.peer_memory = engine, timeout, peer_memory
+        self._engine, self.timeout, self._peer_memory = engine, timeout, peer_memory
         self.rank, self.size = engine.rank, engine.size
         self._name, self._calls = "", 0  # the name is the same on all ranks, and unique for each group
         self._obstacle = ""  # why the group cannot be used any more
-        self.on_device: Any = None  # the Exchange, made by the first call on a GPU
-        self._closers: list[Callable[[bool], None]] = []
-
-    @property
-    def nccl(self) -> Any:
-        """The NCCL communicator that the group was made from, or None."""
-        return getattr(self._engine, "comm", None)
+        self._exchange: Any = None  # the Exchange, made by the first call on a GPU
+        self._closers: list[Callable[[bool], None]] = []  # for `close`; told whether all ranks close the group now
 
     def check(self) -> None:
         """Raise RuntimeError if the group is closed, a rank is missing, or the ranks make different calls.
@@ -71,63 +65,10 @@ class Group:
         Every call with the group starts with this check. The replay of a CUDA graph does not: call `check` after the
         replay has ended.
         """
-        if not self._obstacle and self.on_device is not None:
-            self._obstacle = self.on_device.obstacle()
+        if not self._obstacle and self._exchange is not None:
+            self._obstacle = self._exchange.obstacle()
         if self._obstacle:
             raise RuntimeError(f"group: {self._obstacle}; it cannot be used any more")
-
-    def check_host(self) -> None:
-        """Raise ValueError if the group cannot send host memory."""
-        if not self._engine.on_host:
-            raise ValueError(
-                "group: expected one of a communicator that reaches the host's memory (gloo, MPI) for arrays on the "
-                "CPU, got NCCL's"
-            )
-
-    def meet(self) -> None:
-        """Wait until all ranks have made the group, and name it, so that it never matches calls of another group."""
-        self.agree("gsbn.group")
-        self._name = self.gather_bytes(os.urandom(4))[0].hex()
-
-    def gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
-        """Return the bytes of every rank in rank order; all ranks must pass equally many bytes."""
-        self.check()
-        try:
-            return self._engine.gather(data, self.timeout if timeout is None else timeout)
-        except BaseException as error:  # after an interrupt, too: the others may have these bytes or not
-            reason = str(error) or type(error).__name__
-            self._obstacle = f"rank {self.rank} of {self.size}, waiting for the others ({self.timeout:g} s): {reason}"
-            if not isinstance(error, Exception):
-                raise
-            raise RuntimeError(f"group: {self._obstacle}") from error
-
-    def gather(self, call: str, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the numbers of every rank on the host, as float64 of shape (size, numbers) in rank order.
-
-        Raises RuntimeError unless all ranks make the same `call`.
-        """
-        start = time.monotonic()
-        self._calls += 1
-        self.agree(f"call {self._calls} of group {self._name}: {call}")
-        left = self.timeout - (time.monotonic() - start)
-        rows = self.gather_bytes(np.ascontiguousarray(numbers, np.float64).tobytes(), left)
-        return np.stack([np.frombuffer(row) for row in rows])
-
-    def agree(self, call: str) -> None:
-        """Raise RuntimeError unless all ranks make the same call.
-
-        The text of the call is padded, because engines need bytes of equal length.
-        """
-        header = call.encode()[:_HEADER].ljust(_HEADER)
-        for rank, other in enumerate(self.gather_bytes(header)):
-            if other != header:
-                theirs, ours = (text.decode(errors="replace").rstrip() for text in (other, header))
-                self._obstacle = f"rank {rank} makes {theirs!r}, and rank {self.rank} makes {ours!r}"
-                raise RuntimeError(f"group: {self._obstacle}")
-
-    def at_close(self, closer: Callable[[bool], None]) -> None:
-        """Register a function for `close`; its argument tells whether all ranks close the group now."""
-        self._closers.append(closer)
 
     def close(self) -> None:
         """Free the memory of the group. The communicator stays open.
@@ -143,16 +84,12 @@ class Group:
         if failed:
             raise RuntimeError(f"group: {failed}; what its last calls gave is worthless")
 
-    def leave(self) -> None:
-        """Close the group on this rank alone. Memory that other ranks may still write to is not freed."""
-        self._close(together=False)
-
     def _close(self, together: bool) -> str:
         """Close the group. Return the error of the last calls if it was not raised yet, else an empty string."""
         while self._closers:
             self._closers.pop()(together)
-        known = self._obstacle or self.on_device is None
-        failed = "" if known else self.on_device.obstacle()
+        known = self._obstacle or self._exchange is None
+        failed = "" if known else self._exchange.obstacle()
         self._obstacle = self._obstacle or failed or "it is closed"
         self._engine.close()
         return failed
@@ -164,7 +101,7 @@ class Group:
         if error is None:
             self.close()
         else:
-            self.leave()
+            leave(self)
 
     def __reduce__(self) -> Any:
         raise TypeError("group: expected to stay in its process, got pickled or copied")
@@ -172,6 +109,65 @@ class Group:
     def __repr__(self) -> str:
         state = f", {self._obstacle}" if self._obstacle else ""
         return f"gsbn.Group(rank={self.rank}, size={self.size}, timeout={self.timeout:g}{state})"
+
+
+def leave(group: Group) -> None:
+    """Close the group on this rank alone. Memory that other ranks may still write to is not freed."""
+    group._close(together=False)
+
+
+def check_host(group: Group) -> None:
+    """Raise ValueError if the group cannot send host memory."""
+    if not group._engine.on_host:
+        raise ValueError(
+            "group: expected one of a communicator that reaches the host's memory (gloo, MPI) for arrays on the "
+            "CPU, got NCCL's"
+        )
+
+
+def meet(group: Group) -> None:
+    """Wait until all ranks have made the group, and name it, so that it never matches calls of another group."""
+    agree(group, "gsbn.group")
+    group._name = gather_bytes(group, os.urandom(4))[0].hex()
+
+
+def gather_bytes(group: Group, data: bytes, timeout: float | None = None) -> list[bytes]:
+    """Return the bytes of every rank in rank order; all ranks must pass equally many bytes."""
+    group.check()
+    try:
+        return group._engine.gather(data, group.timeout if timeout is None else timeout)
+    except BaseException as error:  # after an interrupt, too: the others may have these bytes or not
+        reason = str(error) or type(error).__name__
+        group._obstacle = f"rank {group.rank} of {group.size}, waiting for the others ({group.timeout:g} s): {reason}"
+        if not isinstance(error, Exception):
+            raise
+        raise RuntimeError(f"group: {group._obstacle}") from error
+
+
+def gather(group: Group, call: str, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the numbers of every rank on the host, as float64 of shape (size, numbers) in rank order.
+
+    Raises RuntimeError unless all ranks make the same `call`.
+    """
+    start = time.monotonic()
+    group._calls += 1
+    agree(group, f"call {group._calls} of group {group._name}: {call}")
+    left = group.timeout - (time.monotonic() - start)
+    rows = gather_bytes(group, np.ascontiguousarray(numbers, np.float64).tobytes(), left)
+    return np.stack([np.frombuffer(row) for row in rows])
+
+
+def agree(group: Group, call: str) -> None:
+    """Raise RuntimeError unless all ranks make the same call.
+
+    The text of the call is padded, because engines need bytes of equal length.
+    """
+    header = call.encode()[:_HEADER].ljust(_HEADER)
+    for rank, other in enumerate(gather_bytes(group, header)):
+        if other != header:
+            theirs, ours = (text.decode(errors="replace").rstrip() for text in (other, header))
+            group._obstacle = f"rank {rank} makes {theirs!r}, and rank {group.rank} makes {ours!r}"
+            raise RuntimeError(f"group: {group._obstacle}")
 
 
 def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Group:
@@ -228,7 +224,7 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
         )
     made = Group(engine, seconds, peer_memory)
     try:
-        made.meet()
+        meet(made)
     except BaseException:
         made.close()
         raise

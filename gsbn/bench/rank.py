@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import gsbn
 
+from .._ranks.exchange import exchange_of
 from .._timing import between_events, torch_graph, wall_clock, warm_up
 from . import bounds, libraries, peers
 from .candidate import Candidate
@@ -249,7 +250,7 @@ class RankRun(CaseRun):
             return
         results = candidate.outputs()
         judged = self.layer.judge(results)
-        if entry.name == "gsbn-peer" and group is not None and not group.on_device.waits:
+        if entry.name == "gsbn-peer" and group is not None and not exchange_of(group, self.world.rank, False).waits:
             raise RuntimeError("the GPUs do not reach each other's memory")
         bounds.demand(judged, self.plain.kind, held=group is not None)
         shared = () if group is None else ("running_mean", "running_var")  # PyTorch's step gives none

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import distributed
 
-from .._ranks.group import Group
+from .._ranks.group import Group, leave
 from .._ranks.group import group as make_group
 from .._values import shown
 
@@ -100,7 +100,7 @@ def _make(process_group: Any, device: torch.device, timeout: float | None, peer_
         timeout = _timeout_of(process_group, device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # the device for NCCL's messages
         found = _groups[process_group] = make_group(process_group, timeout=timeout, peer_memory=peer_memory)
-    finalize(process_group, found.leave).atexit = False  # not at exit, when all memory is freed anyway
+    finalize(process_group, leave, found).atexit = False  # not at exit, when all memory is freed anyway
     return found
 
 

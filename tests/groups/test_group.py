@@ -23,7 +23,7 @@ import pytest
 
 import gsbn
 from gsbn._ranks import exchange as _ranks
-from gsbn._ranks.group import Group
+from gsbn._ranks.group import Group, gather_bytes, meet
 from tests.groups.contract.engines import environment, why_not
 from tests.groups.contract.rank import APART, LIMIT, ON_GPUS, TOGETHER
 from tests.support import ROOT
@@ -168,7 +168,7 @@ class Alone:
 def alone() -> Iterator[tuple[Alone, Group]]:
     engine = Alone()
     with Group(engine, 3.0, peer_memory=False) as group:
-        group.meet()
+        meet(group)
         yield engine, group
 
 
@@ -221,6 +221,7 @@ def test_a_call_waits_no_longer_than_the_timeout_in_all(alone: tuple[Alone, Grou
 def test_a_group_says_what_it_is() -> None:
     with Group(Alone(), 3.0, peer_memory=False) as group:
         assert repr(group) == "gsbn.Group(rank=0, size=1, timeout=3)"
+        assert {name for name in dir(group) if name[0] != "_"} == {"rank", "size", "timeout", "check", "close"}
     assert repr(group) == "gsbn.Group(rank=0, size=1, timeout=3, it is closed)"
 
 
@@ -234,7 +235,7 @@ def test_describe_sends_nothing(alone: tuple[Alone, Group]) -> None:
 def test_a_call_that_failed_unnoticed_is_told_at_the_end(alone: tuple[Alone, Group]) -> None:
     """As in a replayed graph, after which no call checks."""
     _, group = alone
-    group.on_device = SimpleNamespace(obstacle=lambda: "a rank did not come")
+    group._exchange = SimpleNamespace(obstacle=lambda: "a rank did not come")
     with pytest.raises(RuntimeError, match=r"^group: a rank did not come; what its last calls gave is worthless$"):
         group.close()
     group.close()
@@ -265,14 +266,15 @@ def test_two_processes_of_one_number_are_two(monkeypatch: pytest.MonkeyPatch) ->
     library = SimpleNamespace(cuda=SimpleNamespace(Stream=lambda non_blocking: stream))
     monkeypatch.setattr(_ranks, "cuda", lambda: SimpleNamespace(runtime=runtime, cupy=library))
 
-    def gather(own: bytes) -> list[bytes]:
+    def gather(_: Any, own: bytes) -> list[bytes]:
         host, process, mailbox, *_ = _ranks._INFO.unpack(own)
         assert process[-8:] == os.getpid().to_bytes(8, "little")
         other = bytes(8) + process[-8:]
         return [own, _ranks._INFO.pack(host, other, mailbox, 0, True, b"other".ljust(64)), own]
 
+    monkeypatch.setattr(_ranks, "gather_bytes", gather)
     exchange = _ranks.Exchange.__new__(_ranks.Exchange)
-    exchange._group, exchange.device = SimpleNamespace(rank=0, gather_bytes=gather), 0  # type: ignore[assignment]
+    exchange._group, exchange.device = SimpleNamespace(rank=0), 0  # type: ignore[assignment]
     exchange._mailbox, exchange._mapped = 0x7000, []
     assert exchange._open(64) == [0x7000, 0x9000, 0x7000]
     assert runtime.opened == [b"other".ljust(64)]
@@ -299,17 +301,18 @@ def test_a_mailbox_is_freed_once_nobody_has_it_mapped(monkeypatch: pytest.Monkey
             if any(of - 100 in others for others in mapped.values()):
                 freed_early.append(of - 100)
 
-    def gather(data: bytes) -> list[bytes]:
+    def gather(_: Any, data: bytes) -> list[bytes]:
         meeting.wait(10)
         return [data, data]
 
     monkeypatch.setattr(_ranks, "cuda", lambda: SimpleNamespace(runtime=Runtime()))
     monkeypatch.setattr(_ranks, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(_ranks, "gather_bytes", gather)
 
     def close(rank: int) -> None:
         here.rank = rank
         exchange = _ranks.Exchange.__new__(_ranks.Exchange)
-        exchange._group, exchange.device = SimpleNamespace(gather_bytes=gather), 0  # type: ignore[assignment]
+        exchange._group, exchange.device = SimpleNamespace(), 0  # type: ignore[assignment]
         exchange._watch, exchange._own_comm = None, False
         exchange._mapped, exchange._mailbox = [1 - rank], 100 + rank
         exchange._close(True)
@@ -367,7 +370,7 @@ def test_a_communicator_of_cupys(backend: bool, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
     comm = backends.NCCLBackend() if backend else _NcclCommunicator()
     with gsbn.group(comm, timeout=3) as group:
-        assert (group.rank, group.size) == (1, 2) and isinstance(group.nccl, _NcclCommunicator)
-        assert group.gather_bytes(b"four") == [b"four"] * 2
+        assert (group.rank, group.size) == (1, 2) and isinstance(group._engine.comm, _NcclCommunicator)
+        assert gather_bytes(group, b"four") == [b"four"] * 2
         with pytest.raises(ValueError, match="group: expected one of a communicator that reaches the host's memory"):
             gsbn.forward(np.ones((3, 5)), np.ones((4, 5)), training=True, group=group)

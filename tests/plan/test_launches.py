@@ -301,7 +301,7 @@ def exchange(waits: bool) -> SimpleNamespace:
 def test_launches_that_wait_for_other_ranks_leave_sms_free(dtype: str, rows: int, waits: bool) -> None:
     """Another GPU may wait for a kernel that has not started here: some SMs stay free, with one or two CTAs per SM."""
     group = _group.Group(Alone(), 10.0, True)
-    group.on_device = exchange(waits)
+    group._exchange = exchange(waits)
     waiting = {"merge_statistics": 1, "merge_sums": 1, "backward_fused": 2}
     with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
         x, weight, dy = (fake_gpu.Array(shape, dtype) for shape in ((rows, 8192), (8192, 8192), (rows, 8192)))
@@ -323,7 +323,7 @@ def test_launches_that_wait_for_other_ranks_leave_sms_free(dtype: str, rows: int
 def test_skinny_kernels_with_a_group(waits: bool) -> None:
     """The skinny kernels serve there, too, on SMs that leave room, with merge_statistics between them."""
     group = _group.Group(Alone(), 10.0, True)
-    group.on_device = exchange(waits)
+    group._exchange = exchange(waits)
     with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
         x, weight = fake_gpu.Array((100000, 32), "bfloat16"), fake_gpu.Array((32, 32), "bfloat16")
         gsbn.forward(x, weight, training=True, group=group)

@@ -341,7 +341,7 @@ def options(rank: int, device: str) -> None:
         gsbn.torch.group(patient, timeout=1.0)
     quick = distributed.new_group([0, 1])
     made = gsbn.torch.group(quick, timeout=77.0, peer_memory=False, device=device)
-    assert made is not None and (made.timeout, made.peer_memory) == (77.0, False)
+    assert made is not None and (made.timeout, made._peer_memory) == (77.0, False)
     layer = small(device)
     layer.norm = sync(layer.norm, quick)
     layer(share(batch(device), rank, (13, 7)))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import gsbn
+from gsbn._ranks.group import leave
 from tests.groups.contract.rank import CASE, SHORT, SLACK, Ranks, call, on_gpus, raises
 from tests.groups.contract.whole_batch import assert_whole_batch
 from tests.support.harness import DTYPES
@@ -78,9 +79,9 @@ def in_a_graph(at: Ranks) -> None:
 @on_gpus
 def the_next_call_tells(at: Ranks) -> None:
     """The host does not wait: an error in a call is raised by the next call, on every rank; its y is NaN."""
-    if not at.group.on_device or not at.group.on_device.waits:
+    if not at.group._exchange or not at.group._exchange.waits:
         call(at)
-    if not at.group.on_device.waits:  # NCCL does not define what different sizes do
+    if not at.group._exchange.waits:  # NCCL does not define what different sizes do
         return
     y = call(at, features=4 + at.rank)
     at.kind.get(y)
@@ -123,7 +124,7 @@ def beside_other_communication(at: Ranks) -> None:
 
     Rank 0 has loaded its kernels; the others load theirs while its kernel waits for them. The number of rows varies.
     """
-    if at.kind.name != "torch-cuda" or not at.group.peer_memory:  # one of the four runs is enough
+    if at.kind.name != "torch-cuda" or not at.group._peer_memory:  # one of the four runs is enough
         return
     import torch
     import torch.distributed as dist
@@ -162,7 +163,7 @@ def beside_other_communication(at: Ranks) -> None:
 
 @on_gpus
 def comes_late_on_a_gpu(at: Ranks) -> None:
-    group = gsbn.group(at.comm, timeout=SHORT, peer_memory=at.group.peer_memory)
+    group = gsbn.group(at.comm, timeout=SHORT, peer_memory=at.group._peer_memory)
     call(at, group)
     at.gathered(np.zeros(1))
     start = time.monotonic()
@@ -173,4 +174,4 @@ def comes_late_on_a_gpu(at: Ranks) -> None:
         assert time.monotonic() - start < SHORT + SLACK
     else:
         time.sleep(SHORT + SLACK)
-    group.leave()
+    leave(group)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import gsbn
+from gsbn._ranks.group import gather_bytes
 from tests.support.harness import Kind
 from tests.support.strategies import Case
 
@@ -55,7 +56,7 @@ class Ranks:
 
     def gathered(self, a: np.ndarray) -> list[np.ndarray]:
         """The arrays of all ranks, which have the same shape and dtype."""
-        return [np.frombuffer(data, a.dtype).reshape(a.shape) for data in self.group.gather_bytes(a.tobytes())]
+        return [np.frombuffer(data, a.dtype).reshape(a.shape) for data in gather_bytes(self.group, a.tobytes())]
 
     def natives(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         return {name: self.kind.put(a) for name, a in arrays.items()}
