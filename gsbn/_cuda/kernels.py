@@ -42,7 +42,8 @@ def all_kernels(arch: str | None = None, activations: Collection[Any] = ("relu",
 
 def usable(capability: tuple[int, int], activations: Collection[Any]) -> Iterator[Kernel]:
     """Return the variants that a GPU of this compute capability can run."""
-    return all_kernels(ARCH if capability == (9, 0) and _compiles_sm90a() else "any other", activations)
+    hopper = _plan.Device(capability, sms=0, sm90a=_compiles_sm90a()).hopper
+    return all_kernels(ARCH if hopper else "any other", activations)
 
 
 def _compiles_sm90a() -> bool:

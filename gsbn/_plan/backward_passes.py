@@ -58,7 +58,7 @@ def cut_passes(
     # threads that merge a column (merge_splits)
     shares = 1 if dtype == "float64" else THREADS * size // (16 * row_threads)
     # If there are few blocks, clusters share the rows, so that few splits must be merged.
-    clusters = device.clusters(SUMS_CLUSTER) * device.ctas(SUMS_CTAS) // device.sms // blocks if device.hopper else 0
+    clusters = device.clusters(SUMS_CLUSTER) * device.ctas(SUMS_CTAS) // device.sms // blocks
     sharing = SUMS_CLUSTER if clusters >= SHARED_SPLITS else 1
     alone = min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks)
     splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
@@ -105,7 +105,7 @@ def _shared_columns(p: Matmul, row_threads: int) -> tuple[int, int]:
     """
     m, n, size, asked = p.m, p.n, ITEMSIZE[p.dtype], p.limits.cluster
     found = []
-    for cluster, wide in itertools.product(COLUMN_CLUSTERS if p.device.hopper else (), (4, 8, 16)):
+    for cluster, wide in itertools.product(COLUMN_CLUSTERS, (4, 8, 16)):
         blocks, rows = ceil_div(n, wide * 16 // size), ceil_div(m, cluster)
         resident = p.device.clusters(cluster) * p.device.ctas(FUSED_CTAS) // p.device.sms
         wins = rows >= SHARED_ROWS and m * n <= SHARED_ELEMENTS[blocks * cluster > p.device.sms]

@@ -9,7 +9,6 @@ from .cost import copies_us, ieee_us, product_us, word_of
 from .declared import flags
 from .gemm import (
     LEAST_TERMS,
-    MAX_TERMS,
     OneLaunch,
     cheapest_tile,
     cublas_obstacle,
@@ -17,6 +16,7 @@ from .gemm import (
     is_mn_major,
     mostly_writes,
     one_launch,
+    sm90_obstacle,
     takes_limbs,
     tiled,
 )
@@ -281,9 +281,7 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul, padd
     It does if it is asked for, if it is faster than cuBLAS or than the host's call of cuBLAS, or if cuBLAS cannot
     serve. `theirs` is the product as cuBLAS would take it, perhaps with other copies; `padded` is its padded form.
     """
-    if not p.device.hopper or p.dtype not in ("float16", "bfloat16"):
-        return False
-    if max(p.m, p.n, p.k) > INT32_MAX // 2 or p.k > MAX_TERMS[p.dtype]:
+    if ITEMSIZE[p.dtype] > 2 or sm90_obstacle(p, "highest", training=False, saved=False) is not None:
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")

@@ -58,7 +58,7 @@ class Device(NamedTuple):
 
     @property
     def hopper(self) -> bool:
-        """Whether the kernels for compute capability 9.0 can be compiled and run."""
+        """Whether the kernels of architecture ARCH, which use wgmma, TMA or clusters, can be compiled and run."""
         return self.capability == (9, 0) and self.sm90a
 
     @property
@@ -70,6 +70,8 @@ class Device(NamedTuple):
         """Return how many clusters of 1, 2, 4, 8 or 16 CTAs are resident at once, if each CTA has its own SM."""
         if size == 1:
             return self.sms
+        if not self.hopper:
+            return 0
         most = self.clusters(size // 2) // 2
         found = {2: self.pairs, 4: self.fours, 8: self.eights, 16: self.sixteens}[size]
         return most if found is None else min(found, most)
