@@ -7,22 +7,20 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from .._arrays.check import PRECISIONS, checked_activation
-from .._fold import fold
 from .._typing import Activation, Precision
-from .._values import choice, flag, type_name
+from .._values import flag, type_name
 from ._activations import module_of
 from ._groups import check_group
+from ._layer import Layer, check_options
 from ._modules import FOLLOWERS, SyncBatchNorm, are_plain, fused, not_pointwise
 
 
-class ConvBatchNorm(nn.Module):
+class ConvBatchNorm(Layer):
     """The base class of the layers of one and two dimensions, which say what modules they consist of."""
 
     _conv: ClassVar[Any]
     _norm: ClassVar[Any]
     conv: Any
-    norm: Any
 
     def __init__(
         self,
@@ -42,20 +40,14 @@ class ConvBatchNorm(nn.Module):
     ) -> None:
         for name, given in (("bias", bias), ("affine", affine)):
             flag(name, given)
+        check_options(activation, precision)
         check_group(process_group)
+        super().__init__()
         conv = self._conv(in_channels, out_channels, 1, bias=bias, device=device, dtype=dtype)
         of_norm = out_channels, eps, momentum, affine, track_running_stats, device, dtype
         shared = process_group is not None
         norm = SyncBatchNorm(*of_norm, process_group=process_group) if shared else self._norm(*of_norm)
-        self._fill(conv, norm, activation, precision)
-
-    def _fill(self, conv: nn.Module, norm: nn.Module, activation: Activation | None, precision: Precision) -> None:
-        checked_activation(activation)
-        choice("precision", precision, PRECISIONS)
-        nn.Module.__init__(self)
-        self.training = norm.training
-        self.conv, self.norm = conv, norm
-        self.activation, self.precision = activation, precision
+        self._fill(conv=conv, norm=norm, activation=activation, precision=precision)
 
     @classmethod
     def from_modules(
@@ -105,8 +97,10 @@ class ConvBatchNorm(nn.Module):
                 f"norm: expected {conv.out_channels} features, as many as conv has output channels, got "
                 f"{norm.num_features}"
             )
+        check_options(activation, precision)
         made = cls.__new__(cls)
-        made._fill(conv, norm, activation, precision)
+        nn.Module.__init__(made)
+        made._fill(conv=conv, norm=norm, activation=activation, precision=precision)
         return made
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,11 +122,6 @@ class ConvBatchNorm(nn.Module):
         made.training = self.training
         return made
 
-    def extra_repr(self) -> str:
-        shown: dict[str, Any] = {"activation": self.activation} if self.activation is not None else {}
-        shown |= {"precision": self.precision} if self.precision != "highest" else {}
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
-
     def fold(self) -> nn.Module:
         """Fold the layer in ``eval()`` into one convolution, as `LinearBatchNorm1d.fold` makes one Linear.
 
@@ -153,17 +142,9 @@ class ConvBatchNorm(nn.Module):
         >>> gsbn.torch.ConvBatchNorm1d(64, 32).eval().fold()
         Conv1d(64, 32, kernel_size=(1,), stride=(1,))
         """
-        conv, norm = self.conv, self.norm
-        if norm.running_mean is None or norm.running_var is None:
-            raise ValueError("fold: expected running statistics, got a layer of track_running_stats=False")
-        of_norm = norm.running_mean, norm.running_var
-        vectors = {"bias": conv.bias, "gamma": norm.weight, "beta": norm.bias}
-        with torch.no_grad():
-            weight, bias = fold(conv.weight.flatten(1), None, *of_norm, eps=norm.eps, **vectors)
-            weight = weight.view_as(conv.weight)
-        made = self._conv(conv.in_channels, conv.out_channels, 1, device="meta")  # meta draws no random numbers
-        made.weight, made.bias = nn.Parameter(weight), nn.Parameter(bias)
-        return cast(nn.Module, made if self.activation is None else nn.Sequential(made, module_of(self.activation)))
+        conv = self.conv
+        into = self._conv(conv.in_channels, conv.out_channels, 1, device="meta")  # meta draws no random numbers
+        return self._fold(conv, None, into)
 
 
 class ConvBatchNorm1d(ConvBatchNorm):

@@ -1,4 +1,4 @@
-"""Define the layer LinearBatchNorm1d."""
+"""Define LinearBatchNorm1d, and the base class of all layers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,50 @@ from ._modules import SyncBatchNorm, are_plain, fused
 from ._renorm import BatchRenorm1d
 from ._residual import check_residual
 
+_USUAL = {"activation": None, "precision": "highest", "gemm": "auto"}
 
-class LinearBatchNorm1d(nn.Module):
+
+def check_options(activation: Any, precision: Any, gemm: Any = "auto") -> None:
+    """Raise if one of these options of a layer is not an allowed value."""
+    checked_activation(activation)
+    choice("precision", precision, PRECISIONS)
+    choice("gemm", gemm, GEMMS)
+
+
+class Layer(nn.Module):
+    """The base class of the layers. Each has a module that multiplies, `norm`, and the options of gsbn's call."""
+
+    norm: Any
+    activation: Activation | None
+    precision: Precision
+
+    def _fill(self, **attributes: Any) -> None:
+        """Set the attributes of a new layer: its modules and its options."""
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.training = self.norm.training
+
+    def extra_repr(self) -> str:
+        shown: dict[str, Any] = {"scale": True} if getattr(self, "scale", None) is not None else {}
+        options = {name: getattr(self, name, usual) for name, usual in _USUAL.items()}
+        shown |= {name: value for name, value in options.items() if value != _USUAL[name]}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+    def _fold(self, product: Any, scale: Any, into: Any) -> Any:
+        """Fold the layer into a module like `product`, and add the activation's module if there is one."""
+        norm = self.norm
+        if norm.running_mean is None or norm.running_var is None:
+            raise ValueError("fold: expected running statistics, got a layer of track_running_stats=False")
+        statistics = norm.running_mean, norm.running_var
+        vectors = {"bias": product.bias, "gamma": norm.weight, "beta": norm.bias}
+        with torch.no_grad():
+            weight, bias = fold(product.weight.flatten(1), scale, *statistics, eps=norm.eps, **vectors)
+            weight = weight.view_as(product.weight)
+        into.weight, into.bias = nn.Parameter(weight), nn.Parameter(bias)
+        return into if self.activation is None else nn.Sequential(into, module_of(self.activation))
+
+
+class LinearBatchNorm1d(Layer):
     """Run Linear, an optional scale, BatchNorm1d and an optional activation as one call of gsbn.
 
     `linear` is an ``nn.Linear`` and `norm` an ``nn.BatchNorm1d``, with their usual initialisation. They hold the
@@ -101,6 +143,7 @@ class LinearBatchNorm1d(nn.Module):
     linear: nn.Linear
     norm: nn.BatchNorm1d
     scale: nn.Parameter | None
+    gemm: Gemm
 
     def __init__(
         self,
@@ -124,33 +167,29 @@ class LinearBatchNorm1d(nn.Module):
     ) -> None:
         for name, chosen in (("bias", bias), ("scale", scale), ("affine", affine)):  # `from_modules` takes parameters
             flag(name, chosen)
-        checked_activation(activation)
-        choice("precision", precision, PRECISIONS)
-        choice("gemm", gemm, GEMMS)
+        check_options(activation, precision, gemm)
         check_group(process_group)
         ghost_count(groups)
         for name, given in (("process_group", process_group), ("renorm", renorm)):
             if groups > 1 and given is not None:
                 raise ValueError(f"groups: expected 1 with {name}, got {groups}")
         super().__init__()
-        self.linear = nn.Linear(in_features, out_features, bias, device, dtype)
+        linear = nn.Linear(in_features, out_features, bias, device, dtype)
         of_norm = out_features, eps, momentum, affine, track_running_stats, device, dtype
         if renorm is not None:
             if not track_running_stats:
                 raise ValueError("track_running_stats: expected True with renorm, got False")
             options: Any = {"process_group": process_group, "device": device, "dtype": dtype}
-            self.norm = BatchRenorm1d(out_features, renorm, eps, momentum, affine, **options)
+            norm: Any = BatchRenorm1d(out_features, renorm, eps, momentum, affine, **options)
         elif groups > 1:
-            self.norm = GhostBatchNorm1d(out_features, groups, *of_norm[1:5], device=device, dtype=dtype)
+            norm = GhostBatchNorm1d(out_features, groups, *of_norm[1:5], device=device, dtype=dtype)
         elif process_group is None:
-            self.norm = nn.BatchNorm1d(*of_norm)
+            norm = nn.BatchNorm1d(*of_norm)
         else:
-            self.norm = SyncBatchNorm(*of_norm, process_group=process_group)
+            norm = SyncBatchNorm(*of_norm, process_group=process_group)
         ones = nn.Parameter(torch.ones(out_features, device=device, dtype=dtype)) if scale else None
         self.register_parameter("scale", ones)
-        self.activation = activation
-        self.precision = precision
-        self.gemm = gemm
+        self._fill(linear=linear, norm=norm, activation=activation, precision=precision, gemm=gemm)
 
     @classmethod
     def from_modules(
@@ -219,18 +258,11 @@ class LinearBatchNorm1d(nn.Module):
             )
         if scale is not None and tuple(scale.shape) != (features,) and scale.numel() != 1:
             raise ValueError(f"scale: expected shape ({features},) or one element, got shape {tuple(scale.shape)}")
-        checked_activation(activation)
-        choice("precision", precision, PRECISIONS)
-        choice("gemm", gemm, GEMMS)
+        check_options(activation, precision, gemm)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made.training = norm.training
-        made.linear = linear
-        made.norm = cast(nn.BatchNorm1d, norm)
         made.register_parameter("scale", scale)
-        made.activation = activation
-        made.precision = precision
-        made.gemm = gemm
+        made._fill(linear=linear, norm=norm, activation=activation, precision=precision, gemm=gemm)
         return made
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -265,13 +297,6 @@ class LinearBatchNorm1d(nn.Module):
         made.training = self.training
         return made
 
-    def extra_repr(self) -> str:
-        shown: dict[str, Any] = {"scale": True} if self.scale is not None else {}
-        shown |= {"activation": self.activation} if self.activation is not None else {}
-        shown |= {"precision": self.precision} if self.precision != "highest" else {}
-        shown |= {"gemm": self.gemm} if self.gemm != "auto" else {}
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
-
     def fold(self) -> nn.Linear | nn.Sequential:
         """Fold the layer in ``eval()`` into one ``nn.Linear``.
 
@@ -293,23 +318,9 @@ class LinearBatchNorm1d(nn.Module):
         >>> gsbn.torch.LinearBatchNorm1d(64, 32).eval().fold()
         Linear(in_features=64, out_features=32, bias=True)
         """
-        linear, norm = self.linear, self.norm
-        if norm.running_mean is None or norm.running_var is None:
-            raise ValueError("fold: expected running statistics, got a layer of track_running_stats=False")
-        with torch.no_grad():
-            weight, bias = fold(
-                linear.weight,
-                self.scale,
-                norm.running_mean,
-                norm.running_var,
-                bias=linear.bias,
-                gamma=norm.weight,
-                beta=norm.bias,
-                eps=norm.eps,
-            )
-        made = nn.Linear(linear.in_features, linear.out_features, device="meta")  # meta draws no random numbers
-        made.weight, made.bias = nn.Parameter(weight), nn.Parameter(bias)
-        return made if self.activation is None else nn.Sequential(made, module_of(self.activation))
+        linear = self.linear
+        into = nn.Linear(linear.in_features, linear.out_features, device="meta")  # meta draws no random numbers
+        return self._fold(linear, self.scale, into)
 
 
 class _Scriptable(nn.Module):

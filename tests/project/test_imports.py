@@ -117,7 +117,7 @@ import gsbn
 import torch
 
 print("gsbn.torch" in sys.modules)
-print(gsbn.torch.LinearBatchNorm1d.__mro__[1] is torch.nn.Module, gsbn.torch is sys.modules["gsbn.torch"])
+print(torch.nn.Module in gsbn.torch.LinearBatchNorm1d.__mro__, gsbn.torch is sys.modules["gsbn.torch"])
 from gsbn import torch as bridge
 print(bridge is gsbn.torch, *bridge.__all__)
 """
