@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,11 +43,10 @@ from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, ModelCase, cases
 from .picture import draw
 from .report import NOTHING, Settings
 
-# In a narrow terminal help has no frame, whose columns would break words.
-NARROW = shutil.get_terminal_size().columns < 80
 app: typer.Typer = typer.Typer(
-    name="gsbn", rich_markup_mode=None if NARROW else "rich", no_args_is_help=True, add_completion=False,
-    pretty_exceptions_enable=False,
+    name="gsbn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # Rich's columns are narrow, and show <bool>
+    context_settings={"max_content_width": 120},
     help="Linear, per-feature scale and BatchNorm1d as CUDA kernels: what this machine has, and how good it is.",
 )  # fmt: skip
 PLAIN = bool(os.environ.get("NO_COLOR"))  # then no escape codes at all: neither bold letters nor a progress bar
@@ -56,6 +54,7 @@ out: Console = Console(color_system=None if PLAIN else "auto")
 err: Console = Console(color_system=None if PLAIN else "auto", stderr=True)
 
 STDOUT = Path("-")
+HYPHEN = "\N{NON-BREAKING HYPHEN}"  # help prints "-" in its place
 LARGEST_SIZE, LARGEST_SEED = 2**31 - 1, 2**32 - 1  # an int32's, and NumPy's RandomState's
 MODES = {"training": [True], "inference": [False], "both": [True, False]}
 OF_MODELS = {"models": models.cases, "convolutions": models.convolutions}  # presets
@@ -70,6 +69,9 @@ class _Command(TyperCommand):
         if any(this == "--json" and after.startswith("--") for this, after in pairwise([*args, "--"])):
             raise typer.BadParameter("expected a file, or - for stdout: --json -", param_hint="'--json'")
         return super().parse_args(ctx, args)
+
+    def get_help(self, ctx: Any) -> str:
+        return super().get_help(ctx).replace(HYPHEN, "-")
 
 
 def _file(file: Path | None) -> Path | None:
@@ -92,7 +94,7 @@ def _picture(file: Path | None) -> Path | None:
 
 
 def _list(names: Iterable[str]) -> str:
-    """The values of an option, for its help. Typer's own list, in the column of types, would break names."""
+    """The values of an option."""
     return ", ".join(names)
 
 
@@ -113,10 +115,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what replaces sys.stdout need not be a file
             stream.reconfigure(errors="replace")
-    if PLAIN:
-        from typer import rich_utils
-
-        rich_utils.COLOR_SYSTEM = None
     app()
 
 
@@ -217,7 +215,8 @@ def bench_command(
         f"{_list(GEMMS_BY_DIRECTION)}; may be repeated. By default forward."))] = None,
     activation: OfActivation = "",
     scale: OfScale = True,
-    only: Annotated[str, typer.Option(metavar="NAMES", help=f"Candidates, among {_list(NAMES)}.")] = "",
+    only: Annotated[str, typer.Option(metavar="NAMES", help=(
+        f"Candidates, among {_list(NAMES)}.".replace("-", HYPHEN)))] = "",
     skip: Annotated[str, typer.Option(metavar="NAMES", help="Candidates to leave out, such as autotune.")] = "",
     repeat: Annotated[int, typer.Option("--turns", metavar="N", min=1, help=(
         "How often all are prepared and timed; a peer's time is that of its best turn."))] = Settings.turns,
@@ -348,8 +347,9 @@ def _refuse(given: dict[str, Any], why: str) -> None:
 
 @app.command(cls=_Command)
 def warmup(
-    arch: Annotated[str | None, typer.Option(help="Compile for this GPU, such as sm_90, and need none.")] = None,
-) -> None:
+    arch: Annotated[str | None, typer.Option("--arch", metavar="ARCH", help=(
+        "Compile for this GPU, such as sm_90, and need none."))] = None,
+) -> None:  # fmt: skip
     """Compile all kernels before the first call. Those that a GPU can use go into the cache."""
     try:
         with _bar("kernel") as step:
@@ -391,7 +391,7 @@ def _shape(text: str) -> Shape:
             raise ValueError
     except ValueError:
         raise typer.BadParameter(
-            f"expected B,I,O such as 1024,8192,8192, B at least 2 and none above {LARGEST_SIZE}; got {text[:80]!r}",
+            f"expected B,I,O such as 1024,8192,8192, B at least 2 and none above {LARGEST_SIZE}; got {text[:80]!a}",
             param_hint="'--shape'",
         ) from None
     return batch, in_features, out_features
@@ -402,7 +402,7 @@ def _names(option: str, given: list[str] | None, known: Collection[str]) -> list
     found = list(dict.fromkeys(name.strip() for name in given or [] if name.strip()))
     for name in found:
         if name not in known:
-            raise typer.BadParameter(f"expected names among {_list(known)}; got {name!r}", param_hint=f"'{option}'")
+            raise typer.BadParameter(f"expected names among {_list(known)}; got {name!a}", param_hint=f"'{option}'")
     return found
 
 

@@ -36,8 +36,8 @@ def printed(width: int, *command: str) -> str:
 
 
 def parts(text: str) -> set[str]:
-    """Its words, those with hyphens in parts: a line may end with a hyphen."""
-    return set(re.split(r"[\s│─-]+", text))
+    """Its words, those with hyphens in parts: a line of a table may end with a hyphen."""
+    return set(re.split(rf"[\s│─{cli.HYPHEN}-]+", text))
 
 
 @WIDTHS
@@ -52,7 +52,9 @@ def test_what_there_is(width: int) -> None:
 @WIDTHS
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help(name: str, width: int) -> None:
-    found, command = parts(printed(width, name, "--help")), COMMANDS[name]
+    text, command = printed(width, name, "--help"), COMMANDS[name]
+    assert "<bool>" not in text and not re.search(r"\w-\n", text)
+    found = parts(text)
     assert parts(command.help or "") <= found
     for option in command.params:
         assert option.hidden or parts(option.help or "") <= found
