@@ -13,6 +13,7 @@ from ._activations import module_of
 from ._groups import check_group
 from ._layer import Layer, check_options
 from ._modules import FOLLOWERS, SyncBatchNorm, are_plain, fused, not_pointwise
+from ._residual import check_residual
 
 
 class ConvBatchNorm(Layer):
@@ -103,22 +104,23 @@ class ConvBatchNorm(Layer):
         made._fill(conv=conv, norm=norm, activation=activation, precision=precision)
         return made
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute y from x."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Compute y from x. If there is a residual, which has y's shape, add it before the activation."""
         conv: Any = self._modules["conv"]
         norm: Any = self._modules["norm"]
         if are_plain(x, conv, norm, self.precision):
-            return cast(Tensor, fused(x, conv, None, norm, self.activation, self.precision, "auto"))
+            return cast(Tensor, fused(x, conv, None, norm, self.activation, self.precision, "auto", residual))
         y = norm(conv(x))
+        if residual is not None:
+            if not torch.jit.is_tracing():
+                check_residual(residual, y.shape, y.device)
+            y = y + residual
         return cast(Tensor, y if self.activation is None else module_of(self.activation)(y))
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Return PyTorch's own modules in a sequence, which torch.jit.script compiles."""
-        made = nn.Sequential()
-        made.add_module("conv", self.conv)
-        made.add_module("norm", self.norm)
-        if self.activation is not None:
-            made.add_module("after", module_of(self.activation))
+        """Return PyTorch's own modules in one module, which torch.jit.script compiles."""
+        after = nn.Identity() if self.activation is None else module_of(self.activation)
+        made = _Scriptable(self.conv, self.norm, after)
         made.training = self.training
         return made
 
@@ -151,7 +153,8 @@ class ConvBatchNorm1d(ConvBatchNorm):
     """Run 1x1 Conv1d, BatchNorm1d and an optional activation as one call of gsbn.
 
     `conv` is an ``nn.Conv1d`` of kernel size 1 and `norm` an ``nn.BatchNorm1d``, with their usual initialisation. They
-    hold the parameters and the running statistics, and the names in the ``state_dict`` are ``conv.*`` and ``norm.*``.
+    hold the parameters and the running statistics, and the names in the ``state_dict`` are ``conv.*`` and ``norm.*``. A
+    second argument of a call is a residual of y's shape, which is added before the activation.
 
     Parameters
     ----------
@@ -179,8 +182,8 @@ class ConvBatchNorm1d(ConvBatchNorm):
     -----
     The input is (N, in_channels, L), and the output is (N, out_channels, L). gsbn computes the layer if the channels of
     x are adjacent in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, C) tensor, or if L is 1. The channels
-    of y are then adjacent, too. gsbn also takes a contiguous x, and returns a contiguous y: in 16 bits on Hopper if L is
-    a multiple of 8 and at least 64, and, with copies, where it is faster than PyTorch's modules (see the guide). For
+    of y are then adjacent, too. gsbn also takes a contiguous x, and returns a contiguous y: in 16 bits on Hopper if L
+    is a multiple of 8 and at least 64, and, with copies, where it is faster than PyTorch's modules (see the guide). For
     any other input, on a CPU, and if a module is not plain (see `LinearBatchNorm1d`), PyTorch's own modules compute the
     layer, in the precision that PyTorch is set to. Ranks that share a batch use gsbn in every layout.
 
@@ -214,3 +217,16 @@ class ConvBatchNorm2d(ConvBatchNorm):
     """
 
     _conv, _norm = nn.Conv2d, nn.BatchNorm2d
+
+
+class _Scriptable(nn.Module):
+    """A module that runs the layer's modules in sequence, with the same names in the state_dict."""
+
+    def __init__(self, conv: nn.Module, norm: nn.Module, after: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.after = conv, norm, after
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        u = self.norm(self.conv(x))
+        y: Tensor = self.after(u if residual is None else u + residual)
+        return y

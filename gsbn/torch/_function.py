@@ -106,8 +106,9 @@ def linear_batch_norm(
         The number of ghost batches in training, as in `gsbn.forward`. It must divide N, and be 1 with `process_group`.
     residual : tensor of y's shape, optional
         A tensor that is added before the activation: ``activation(batch_norm(linear(x)) + residual)``. If it has
-        another dtype, such as float32 under autocast, y has the wider of the two dtypes, as in PyTorch. For a matrix of
-        y's dtype on a GPU, one launch adds it and applies the activation. Otherwise PyTorch's own operators do this.
+        another dtype, such as float32 under autocast, y has the wider of the two dtypes, as in PyTorch. On a GPU, one
+        launch adds a residual of y's dtype and applies the activation. Under ``torch.compile``, and for other dtypes
+        and some layouts of three and more dimensions, PyTorch's own operators do this.
 
     Returns
     -------
@@ -165,8 +166,9 @@ def call(
         checked_activation(activation)
         if x.dim() > 1 and weight.dim() > 1:  # else the call below raises an error
             check_residual(residual, (x.shape[0], weight.shape[0], *x.shape[2:]), x.device)
-        of_u = x, weight, bias, scale, gamma, beta, state, options, None, process_group, renorm, groups
-        return added(call(*of_u), residual, activation)
+        if x.dim() < 3 or not in_rows(x):
+            of_u = x, weight, bias, scale, gamma, beta, state, options, None, process_group, renorm, groups
+            return added(call(*of_u), residual, activation)
     if groups.__class__ is not int or groups != 1:
         ghost_count(groups)
         groups = groups if options[0] else 1
@@ -191,8 +193,9 @@ def call(
             if how == IN_PLACE or (how == COPIES and conv):
                 return channels_first(x, weight.flatten(1), vectors, state, options, activation, how)
         n, _, *sizes = x.shape
-        of_rows = weight.flatten(1), bias, scale, gamma, beta, state, options, activation
-        y = call(rows_of(x), *of_rows, process_group, renorm, groups)
+        of_rows: Any = weight.flatten(1), bias, scale, gamma, beta, state, options, activation
+        of_rows += process_group, renorm, groups, None if residual is None else rows_of(residual)
+        y = call(rows_of(x), *of_rows)
         if prod(sizes) == 1 and x.stride(-1) == 1:  # both layouts fit y: take PyTorch's choice for such an x
             return y.view(n, weight.shape[0], *sizes)
         y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)

@@ -39,12 +39,17 @@ def added(u: Any, residual: Any, activation: Any) -> Any:
     if is_grad_enabled() and (u.requires_grad or residual.requires_grad):
         made = super(Function, _Residual).apply(u, residual, activation)  # as _apply_of in _function.py
         return made[0] if isinstance(made, tuple) else made
-    return add_and_activate(u, residual, activation, keeps=False)
+    return add_and_activate(u.flatten(1), residual.flatten(1), activation, keeps=False).view(u.shape)
 
 
 def _fuses(u: Any, residual: Any) -> bool:
-    """Return whether gsbn's launch serves: for matrices of one dtype on a GPU, in a call that nobody else watches."""
-    if not u.is_cuda or u.dim() != 2 or is_compiling() or is_watched():
+    """Return whether gsbn's launch serves: for matrices of one dtype on a GPU, in a call that nobody else watches.
+
+    A contiguous tensor of more dimensions is a matrix, too.
+    """
+    if not u.is_cuda or is_compiling() or is_watched():
+        return False
+    if u.dim() > 2 and not (u.is_contiguous() and residual.is_contiguous() and u.numel() and not u._is_view()):
         return False
     return residual.dtype is u.dtype and is_memory(torch, residual)
 
@@ -62,9 +67,9 @@ class _Residual(Function):
         ctx.mark_dirty(u)
         ctx.activation = activation
         keeps = not follows_from_y(activation)
-        y = add_and_activate(u, residual, activation, keeps=keeps)
+        y = add_and_activate(u.flatten(1), residual.flatten(1), activation, keeps=keeps)
         ctx.save_for_backward(u)
-        return (y, u) if keeps else u
+        return (y.view(u.shape), u) if keeps else u
 
     @staticmethod
     def backward(ctx: Any, dy: Any, of_v: Any = None) -> Any:
@@ -72,7 +77,11 @@ class _Residual(Function):
         if dy is not None:
             (kept,) = ctx.saved_tensors
             again = goes_again(dy)
-            dv = (_again if again else before_kept)(dy.resolve_neg(), kept, ctx.activation)
+            dy = dy.resolve_neg()
+            if again:
+                dv = _again(dy, kept, ctx.activation)
+            else:
+                dv = before_kept(dy.flatten(1), kept.flatten(1), ctx.activation).view(kept.shape)
             dv = dv if of_v is None else dv + of_v
         return dv, dv, None
 

@@ -314,7 +314,9 @@ def test_the_compiler_takes_it() -> None:
 def test_scripts_are_pytorchs_modules() -> None:
     layer = ConvBatchNorm2d(6, 5, activation="relu").eval()
     x = batch((4, 6, 3, 7), "adjacent", dtype=torch.float32)
-    torch.testing.assert_close(torch.jit.script(layer)(x), layer(x), rtol=1e-4, atol=1e-4)
+    scripted, residual = torch.jit.script(layer), torch.randn(4, 5, 3, 7)
+    for given in ((x,), (x, residual)):
+        torch.testing.assert_close(scripted(*given), layer(*given), rtol=1e-4, atol=1e-4)
 
 
 def test_sync_batch_norm_of_one_process(device: str, calls: list[Any]) -> None:
