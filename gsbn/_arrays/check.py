@@ -1,4 +1,4 @@
-"""Check arguments before anything is launched or written. Errors name the argument. This file uses only NumPy."""
+"""Check arguments before anything is launched or written. Errors name the argument. No library but NumPy is needed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
     checked_activation(activation)
     if momentum is not None:
         real_number("momentum", momentum, "a finite number or None")
-    _way(x, precision, gemm, sms)
+    _product_options(x, precision, gemm, sms)
 
     if group is not None and not training:
         raise ValueError("group: expected None in inference (training=False), whose statistics are given")
@@ -112,7 +112,7 @@ def matmul_arguments(views: Mapping[str, View | None], options: tuple[Any, ...])
     if b.shape[0] != a.shape[1]:
         raise ValueError(f"b: expected {a.shape[1]} rows to match a {a.shape}, got shape {b.shape}")
     _device("b", b, a, "a")
-    _way(a, precision, gemm, sms)
+    _product_options(a, precision, gemm, sms)
 
 
 def fold_arguments(views: Mapping[str, View | None], *, eps: Any, number: Any) -> None:
@@ -244,7 +244,7 @@ def _phantom(view: View) -> np.ndarray[Any, Any]:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def _way(first: View, precision: Any, gemm: Any, sms: Any) -> None:
+def _product_options(first: View, precision: Any, gemm: Any, sms: Any) -> None:
     """Raise the errors of the options that say how a product is computed; `first` is its first operand."""
     choice("precision", precision, PRECISIONS)
     choice("gemm", gemm, GEMMS)

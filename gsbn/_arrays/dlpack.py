@@ -47,15 +47,15 @@ class Producer:
                 "call gsbn outside jit, grad and vmap, or as examples/jax_handoff.py does"
             )
         try:
-            kind = int(self.__dlpack_device__()[0])
+            device_type = int(self.__dlpack_device__()[0])
         except Exception as error:  # an unknown library may raise anything
             raise self._refused(error) from error
-        if kind not in (_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
+        if device_type not in (_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
             raise ValueError(
-                f"{self.name}: expected an array on the CPU or a CUDA device, got DLPack device type {kind}"
+                f"{self.name}: expected an array on the CPU or a CUDA device, got DLPack device type {device_type}"
             )
         try:
-            return self._on_cpu() if kind == _DLPACK_CPU else _cupy(self.name).from_dlpack(self)
+            return self._on_cpu() if device_type == _DLPACK_CPU else _cupy(self.name).from_dlpack(self)
         except ImportError:
             raise
         except Exception as error:

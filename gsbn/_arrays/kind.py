@@ -17,7 +17,7 @@ class Kind:
 
     name: str  # in error messages
     on_gpu = False
-    counts_writes = False  # whether `written` does anything
+    counts_writes = False  # whether `count_writes` does anything
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         """Return the key of a plan, and the addresses of the arrays, with 0 for None.
@@ -65,7 +65,7 @@ class Kind:
         raise NotImplementedError
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
-        """Return uninitialised memory from the library's allocator: its owner, and its address on 256 bytes."""
+        """Return uninitialised memory from the library's allocator: its owner, and its address, a multiple of 256."""
         raise NotImplementedError
 
     def graph_keeps(self, arrays: tuple[Any, ...], capture: int) -> bool:
@@ -80,7 +80,7 @@ class Kind:
         """Return a C-contiguous copy (CPU kinds)."""
         raise NotImplementedError
 
-    def written(self, arrays: list[Any]) -> None:
+    def count_writes(self, arrays: list[Any]) -> None:
         """Tell the library that these arrays were changed in place."""
 
     def side(self, array: Any) -> Kind | None:

@@ -92,16 +92,19 @@ def _import_dlpack(
     imported: dict[str, Any] = {}
     read_only = set()
     for name, array in arrays.items():
-        known = array is None or (name in own and kind_of(array) is not None)
-        if not known and (not hasattr(array, "__dlpack__") or isinstance(array, type)):
+        known = array is not None and kind_of(array) is not None
+        if array is None or (known and name in own):
+            imported[name] = array
+            continue
+        if not hasattr(array, "__dlpack__") or isinstance(array, type):
             raise TypeError(
                 f"{name}: expected a NumPy, CuPy or torch array or a DLPack producer, got {type_name(array)}"
             )
-        if not known and kind_of(array) is not None:
+        if known:
             raise TypeError(f"{name}: expected a {type_name(arrays[like])} like {like}, got {type_name(array)}")
         producer = Producer(name, array)
-        imported[name] = array if known else producer.take()
-        if not known and producer.read_only:
+        imported[name] = producer.take()
+        if producer.read_only:
             read_only.add(name)
     kind = kind_of(imported[like])
     assert kind is not None

@@ -89,7 +89,7 @@ class CpuTensors(Kind):
         except RuntimeError:  # tensors from inference mode have no count
             return None
 
-    def written(self, arrays: list[Any]) -> None:
+    def count_writes(self, arrays: list[Any]) -> None:
         increment = self._torch.autograd.graph.increment_version
         try:
             increment(arrays)

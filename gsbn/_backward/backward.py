@@ -145,8 +145,11 @@ def backward_of(
 def _before_residual(
     dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None, limits: _plan.Limits
 ) -> Gradients[Any]:
-    """The backward of a forward with a residual. The residual's gradient, dy before the activation, then replaces
-    dy."""
+    """The backward of a forward with a residual.
+
+    It first computes dv, the gradient before the activation, which is also the residual's. The other gradients are
+    those of a layer without activation and residual for which dv is dy.
+    """
     of_layer = tuple(name for name in wanted if name != "residual")
     plain = saved._replace(activation=None, residual=False, kept=None)
     if saved.activation is None and "residual" not in wanted:

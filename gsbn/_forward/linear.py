@@ -95,9 +95,9 @@ def linear(
     """
     flag("return_saved", return_saved)
     arrays = (x, weight, None, bias, None, None, None, None, None, None, None, out)
+    activation = checked_activation(activation)
     # OPTIONS: inference, a momentum that is not used, eps 0, ...; then 1 for the scale
-    put_through = checked_activation(activation)
-    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, put_through, *WHOLE_BATCH, 1.0)
+    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, activation, *WHOLE_BATCH, 1.0)
     return call(LINEAR, arrays, options, own=("out",))
 
 

@@ -50,7 +50,7 @@ def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | Non
         return _nothing(kind, arrays, options, arrays[1].shape[0])
     y_at, u_at, dtypes = found.returns
     if found.written and kind.counts_writes:
-        kind.written([arrays[i] for i in found.written])
+        kind.count_writes([arrays[i] for i in found.written])
     y = arrays[-1] if y_at is None else made[y_at]
     if dtypes is None:
         return y
@@ -105,7 +105,7 @@ def program_of(
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
     p = _plan.Matmul(m, n, k, x.dtype, gpu.at_most(sms), matrix_of(x), matrix_of(weight), y_at, limits)
     if ranks is not None:
-        ranks = ranks._replace(signature=signature(_words(views, options, n, k, x.dtype)))
+        ranks = ranks._replace(signature=signature(_call_text(views, options, n, k, x.dtype)))
     activates = keeps or residual is not None  # the usual launches then make u, and one more makes y from it
     keeps = keeps_u(options) if keeps is None else keeps
     of_u, result = _plan.place_of_u(p, out=out is not None, keeps=keeps) if activates else (p, {"out": out is not None})
@@ -133,7 +133,7 @@ def program_of(
     return _plan.then_activate(program, p, activation, out=out is not None, keeps=keeps, residual=at)
 
 
-def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str) -> str:
+def _call_text(arrays: Any, options: Options, features: int, inputs: int, dtype: str) -> str:
     """A text of everything that must be equal in the forwards of all ranks; error messages show it."""
     _, momentum, eps, *_, activation, _, renorm, _, number = options
     given = ", ".join(name for name in (*VECTORS, "renorm") if arrays[name] is not None)
@@ -165,9 +165,9 @@ def on_cpu(
     x, weight, out = host["x"], host["weight"], host["out"]
     if group is not None:
         check_host(group)
-        words = _words(host, options, len(weight), x.shape[1], str(x.dtype))
+        text = _call_text(host, options, len(weight), x.shape[1], str(x.dtype))
         if momentum is None or (renorm is not None and renorm.warmup):
-            words += f", after {host['num_batches_tracked'].item()} batches"
+            text += f", after {host['num_batches_tracked'].item()} batches"
     elif len(x) == 0:
         if training and host["num_batches_tracked"] is not None:
             raised_count(host["num_batches_tracked"].item(), momentum, int(groups))
@@ -185,14 +185,14 @@ def on_cpu(
         number=float(number),
         renorm=renorm,
         groups=int(groups),
-        gather=None if group is None else partial(gather, group, words),
+        gather=None if group is None else partial(gather, group, text),
     )
     if residual is not None:
         v = np.empty(y.shape, y.dtype) if keeps_u(options) else y
         _cpu.add(y, residual, v)
         _cpu.activate(v, y, activation)
     if found.written and kind.counts_writes:
-        kind.written([arrays[i] for i in found.written])
+        kind.count_writes([arrays[i] for i in found.written])
     result = arrays[-1] if out is not None else kind.from_numpy(y)
     if kept is None:
         return result

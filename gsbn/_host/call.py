@@ -76,36 +76,36 @@ class Call:
                 gemm = CublasGemm(step.p, step.precision, device, wide=step.wide)
                 lent = max(lent, gemm.workspace)
                 scratch = f"workspace + {program.workspace}" if gemm.workspace else ABSENT
-                self._steps.append((gemm, (), self._of((*step.operands, scratch))))
+                self._steps.append((gemm, (), self._picker((*step.operands, scratch))))
             elif isinstance(step, Gather):
                 names.append("ncclAllGather")
                 gather = exchange.gather if exchange is not None else _no_gather
-                self._steps.append((gather, (step.doubles,), self._of(step.operands)))
+                self._steps.append((gather, (step.doubles,), self._picker(step.operands)))
         self._nbytes = program.workspace + lent
         copied = sum(nbytes_of(array) for array in program.arrays if array.scratch)
         self.description = Description(program.path, program.why, tuple(names), self._nbytes + copied)
 
     def _launch(self, step: Launch, device: int, *, limited: bool) -> Any:
-        words = tuple(step.passed)
-        launch = kernels.launcher(step.kernel, device, words, cooperative=step.cooperative, limited=limited)
+        """Return the step of a launch, as `_steps` has it."""
+        parameters = tuple(step.passed)
+        launch = kernels.launcher(step.kernel, device, parameters, cooperative=step.cooperative, limited=limited)
         record = declared.record(step.kernel, step.fields)
         self._records.append(record)
-        values, of = (record.ctypes.data,), self._of(tuple(step.passed.values()))
+        grid, block, values = step.grid, step.block, (record.ctypes.data,)
+        pick = self._picker(tuple(step.passed.values()))
         if not step.maps:
-            return launch, (step.grid, step.block, values), of
-        of_maps = self._of(tuple(name for name, _ in step.maps))
+            return launch, (grid, block, values), pick
+        pick_mapped = self._picker(tuple(name for name, _ in step.maps))
         matrices = tensor_maps.Matrices([what for _, what in step.maps])
-
-        grid, block = step.grid, step.block
 
         def act(addresses: list[int], stream: int) -> None:
             # the owners must live until the launch
-            _owners, maps = tensor_maps.tensor_maps(matrices, *of_maps(addresses))
-            launch(grid, block, values + maps, of(addresses), stream)
+            _owners, maps = tensor_maps.tensor_maps(matrices, *pick_mapped(addresses))
+            launch(grid, block, values + maps, pick(addresses), stream)
 
         return act, (), _all
 
-    def _of(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
+    def _picker(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
         """Return a function that picks the addresses of these names from the list."""
         for name in names:
             if name not in self._positions and (found := place_of(name)) is not None:
@@ -134,8 +134,8 @@ class Call:
             addresses.append(addresses[at] + offset)
         if capturing:
             capture.keep_alive(kind, stream, (*made, scratch), prepared)
-        for act, told, words in self._steps:
-            act(*told, words(addresses), stream)
+        for act, constants, pick in self._steps:
+            act(*constants, pick(addresses), stream)
         return made
 
 

@@ -173,8 +173,8 @@ def describe(
     with on_device(device, kind.stream):
         if (held := green_sms(kind.stream(device))) is not None:
             options = operation.within(options, held)
-        extra = bool(_extra(operation, context))
-        ready = _prepare(operation, kind, arrays, views, options, device, extra, ANY, group, None)
+        has_extra = bool(_extra(operation, context))
+        ready = _prepare(operation, kind, arrays, views, options, device, has_extra, ANY, group, None)
     if borrowed:
         hold_until_done(arrays[: operation.foreign], device)
     return Description("numpy", "no rows", (), 0) if ready is None else ready.description
@@ -235,8 +235,8 @@ def run(
     if (held := green_sms(stream)) is not None:
         options = operation.within(options, held)
     extra = () if context is None else _extra(operation, context)
-    within = None if limits is ANY else limits  # quicker to hash
-    found, key, pointers = _find(operation, kind, arrays, options, read_only, bool(extra), within)
+    narrowed = None if limits is ANY else limits  # quicker to hash
+    found, key, pointers = _find(operation, kind, arrays, options, read_only, bool(extra), narrowed)
     views: Views = {}
     if found is None:
         views = operation.check(kind, arrays, options, read_only, context)
@@ -271,11 +271,11 @@ def run(
 
 
 def _find(
-    operation: Operation, kind: Kind, arrays: Arrays, options: Any, read_only: frozenset[str], extra: bool, within: Any
+    operation: Operation, kind: Kind, arrays: Arrays, options: Any, read_only: frozenset[str], extra: bool, limits: Any
 ) -> tuple[Checked | None, Any, list[int]]:
-    """Return what was prepared for such arguments, its key, and the addresses.
+    """Return what an earlier call with such arguments left in the cache, or None; its key; and the addresses.
 
-    Return (None, None, []) if something is wrong.
+    Return (None, None, []) if an argument is wrong.
     """
     try:
         alike, pointers = kind.read(arrays)
@@ -284,7 +284,7 @@ def _find(
         if kind.on_gpu:
             i, j, k = operation.aligned
             aligned = (pointers[i] & 15 == 0, pointers[j] & 15 == 0, pointers[k] & 15 == 0)
-        key = (operation.name, alike, options, types, aligned, read_only, extra, within)
+        key = (operation.name, alike, options, types, aligned, read_only, extra, limits)
         return _found.get(key), key, pointers
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return None, None, []  # the checks will raise an error
