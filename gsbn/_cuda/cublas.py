@@ -91,7 +91,7 @@ class CublasGemm:
         self._choice_at, self._one = ctypes.addressof(choice), ctypes.addressof(one_and_zero)
         self._zero = self._one + ctypes.sizeof(one_and_zero) // 2
 
-    def __call__(self, operands: tuple[int, int, int, int], stream: int) -> None:
+    def run(self, operands: tuple[int, int, int, int], stream: int) -> None:
         """Launch the product on a stream, with the addresses of a, b, c and the workspace."""
         a, b, c, workspace = operands
         of_c = self._c.at

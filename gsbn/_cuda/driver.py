@@ -59,15 +59,17 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRI
 OVERLAPPING = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
 
 
-@cache
-def launch_kernel_ex() -> Callable[[int, int, int, None], int]:
+def launch_kernel_ex() -> Callable[[Any, Any, Any, None], int]:
     """Return cuLaunchKernelEx.
 
-    Its arguments are the address of a LaunchConfig, the function, the address of its parameters' addresses, and None.
+    Its arguments are a LaunchConfig, the function, and its parameters' addresses, each as a `pointer`, and None.
     """
-    function = driver().cuLaunchKernelEx
-    function.argtypes = (ctypes.c_void_p,) * 4
-    return function
+    return driver().cuLaunchKernelEx
+
+
+def pointer(address: int) -> Any:
+    """Return an address in the form that functions without `argtypes` take: ctypes converts it once, not each time."""
+    return ctypes.c_void_p.from_param(address)
 
 
 def resident_clusters(function: int, threads: int, cluster: int, shared: int) -> int:

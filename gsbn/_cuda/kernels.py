@@ -18,7 +18,7 @@ from .._plan import Kernel
 from .._plan.declared import KERNEL_DIR, parameters, source
 from .._plan.sm90_variants import ARCH
 from .device import on_device
-from .driver import OVERLAPPING, LaunchConfig, check, launch_kernel_ex, resident_clusters
+from .driver import OVERLAPPING, check, launch_kernel_ex, pointer, resident_clusters
 
 
 @cache
@@ -177,11 +177,14 @@ def _capability(device: int) -> tuple[int, int]:
     return major, minor
 
 
-class Launcher:
-    """A kernel on a device, called as ``launch(grid, block, values, words, stream)`` with ints and tuples of ints.
+_CONFIG = "7I4x2QI4x"  # LaunchConfig
+_ATTRIBUTES = ctypes.addressof(OVERLAPPING)
 
-    `values` are the addresses of the parameters that are passed by value. They come first, and 64-bit `words` follow. A
-    launch calls the driver directly, because CuPy's launcher would build an object for every argument. With
+
+class Launcher:
+    """A kernel on a device.
+
+    A launch calls the driver directly, because CuPy's launcher would build an object for every argument. With
     `overlapping`, a kernel that is not cooperative may begin before the kernel ahead of it in the stream has ended; it
     waits for that kernel itself (await_kernel_ahead in kernels/common/common.cuh).
     """
@@ -194,18 +197,23 @@ class Launcher:
         self._launch = driver.launchCooperativeKernel if cooperative else driver.launchKernel
         self._overlapping = overlapping and not cooperative
         if self._overlapping:
-            self._launch = launch_kernel_ex()
+            self._launch, self._kernel = launch_kernel_ex(), pointer(self.pointer)
         self._free: list[_Parameters] = []  # concurrent launches take one each
 
-    def __call__(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
+    def launch(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
+        """Launch the kernel.
+
+        `values` are the addresses of the parameters that are passed by value. They come first, and 64-bit `words`
+        follow.
+        """
         try:
             parameters = self._free.pop()  # safe with threads and signals: this launch owns it until it is appended
         except IndexError:
             parameters = _Parameters(len(values), len(words))
-        parameters.pack(parameters.memory, 0, *words, *values)
+        config = grid, 1, 1, block, 1, 1, self._shared, stream, _ATTRIBUTES, 1
+        parameters.pack(parameters.memory, 0, *config, *words, *values)
         if self._overlapping:
-            parameters.configure(parameters.config, 0, grid, 1, 1, block, 1, 1, self._shared, stream)
-            if result := self._launch(parameters.config_at, self.pointer, parameters.at, None):
+            if result := self._launch(parameters.config, self._kernel, parameters.pointer, None):
                 check(result, "launching a kernel")
         elif self._cooperative:
             self._launch(self.pointer, grid, 1, 1, block, 1, 1, self._shared, stream, parameters.at)
@@ -217,18 +225,17 @@ class Launcher:
 class _Parameters:
     """The memory that the driver reads at a launch, packed in one call.
 
-    It has the words, then an address for each value and each word, and the LaunchConfig of an overlapping launch.
+    It has the LaunchConfig of an overlapping launch, the words, then an address for each value and each word.
     """
 
     def __init__(self, values: int, words: int) -> None:
-        self.memory = (ctypes.c_uint64 * (2 * words + values))()
-        start = ctypes.addressof(self.memory)
-        self.memory[words + values :] = list(range(start, start + 8 * words, 8))
+        packed = struct.Struct(f"{_CONFIG}{words + values}Q")
+        self.memory = (ctypes.c_uint64 * (packed.size // 8 + words))()
+        config = ctypes.addressof(self.memory)
+        start = config + struct.calcsize(_CONFIG)
+        self.memory[packed.size // 8 :] = list(range(start, start + 8 * words, 8))
         self.at = start + 8 * words
-        self.pack = struct.Struct(f"{words + values}Q").pack_into
-        self.config = LaunchConfig(attributes=ctypes.addressof(OVERLAPPING), count=1)
-        self.config_at = ctypes.addressof(self.config)
-        self.configure = struct.Struct("7I4xQ").pack_into
+        self.pack, self.config, self.pointer = packed.pack_into, pointer(config), pointer(self.at)
 
 
 @cache

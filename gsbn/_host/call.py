@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -63,8 +64,7 @@ class Call:
         self._makers = [kind.maker(a.shape, like, dtype) for a, dtype in zip(program.arrays, dtypes, strict=True)]
         self._places: list[tuple[int, int]] = []  # the position of memory, and an offset in bytes
         self._records: list[Any] = []  # kept alive, because launches hold their addresses
-        # each step has a function, its constant arguments, and a function that picks its addresses from the list
-        self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []
+        self._steps: list[Callable[[list[int], int], None]] = []  # each takes the list of addresses, and a stream
         names: list[str] = []
         lent = program.lent
         for step in program.steps:
@@ -76,25 +76,25 @@ class Call:
                 gemm = CublasGemm(step.p, step.precision, device, wide=step.wide)
                 lent = max(lent, gemm.workspace)
                 scratch = f"workspace + {program.workspace}" if gemm.workspace else ABSENT
-                self._steps.append((gemm, (), self._picker((*step.operands, scratch))))
+                self._steps.append(self._passing(gemm.run, (*step.operands, scratch)))
             elif isinstance(step, Gather):
                 names.append("ncclAllGather")
-                gather = exchange.gather if exchange is not None else _no_gather
-                self._steps.append((gather, (step.doubles,), self._picker(step.operands)))
+                gather = partial(exchange.gather, step.doubles) if exchange is not None else _no_gather
+                self._steps.append(self._passing(gather, step.operands))
         self._nbytes = program.workspace + lent
         copied = sum(nbytes_of(array) for array in program.arrays if array.scratch)
         self.description = Description(program.path, program.why, tuple(names), self._nbytes + copied)
 
-    def _launch(self, step: Launch, device: int, *, limited: bool) -> Any:
-        """Return the step of a launch, as `_steps` has it."""
+    def _launch(self, step: Launch, device: int, *, limited: bool) -> Callable[[list[int], int], None]:
+        """Return the step of a launch."""
         parameters = tuple(step.passed)
-        launch = kernels.launcher(step.kernel, device, parameters, cooperative=step.cooperative, limited=limited)
+        launch = kernels.launcher(step.kernel, device, parameters, cooperative=step.cooperative, limited=limited).launch
         record = declared.record(step.kernel, step.fields)
         self._records.append(record)
-        grid, block, values = step.grid, step.block, (record.ctypes.data,)
-        pick = self._picker(tuple(step.passed.values()))
+        values, pick = (record.ctypes.data,), self._picker(tuple(step.passed.values()))
+        grid, block = step.grid, step.block
         if not step.maps:
-            return launch, (grid, block, values), pick
+            return lambda addresses, stream: launch(grid, block, values, pick(addresses), stream)
         pick_mapped = self._picker(tuple(name for name, _ in step.maps))
         matrices = tensor_maps.Matrices([what for _, what in step.maps])
 
@@ -103,7 +103,12 @@ class Call:
             _owners, maps = tensor_maps.tensor_maps(matrices, *pick_mapped(addresses))
             launch(grid, block, values + maps, pick(addresses), stream)
 
-        return act, (), _all
+        return act
+
+    def _passing(self, act: Callable[[Any, int], None], names: tuple[str, ...]) -> Callable[[list[int], int], None]:
+        """Return the step that calls `act` with the addresses of these names."""
+        pick = self._picker(names)
+        return lambda addresses, stream: act(pick(addresses), stream)
 
     def _picker(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
         """Return a function that picks the addresses of these names from the list."""
@@ -134,8 +139,8 @@ class Call:
             addresses.append(addresses[at] + offset)
         if capturing:
             capture.keep_alive(kind, stream, (*made, scratch), prepared)
-        for act, constants, pick in self._steps:
-            act(*constants, pick(addresses), stream)
+        for act in self._steps:
+            act(addresses, stream)
         return made
 
 
@@ -152,10 +157,6 @@ def bare_gemm(p: Matmul, one: OneLaunch, device: int) -> Callable[[tuple[int, in
         call.run(None, list(operands), stream, False)
 
     return launch
-
-
-def _all(addresses: list[int]) -> Any:
-    return addresses
 
 
 def _no_gather(*_: Any) -> None:

@@ -22,6 +22,7 @@ import pytest
 
 import gsbn
 from gsbn import _plan
+from gsbn._cuda import driver as _driver
 from gsbn._cuda import kernels as _kernels
 from gsbn._plan import declared as _declared
 from gsbn._plan.activations import PARAMETERS
@@ -266,14 +267,14 @@ def test_warming_up_for_another_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch
         gsbn.warm_up("sm_90")  # type: ignore[arg-type]
 
 
-def test_a_launch_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_launch_reads_its_own_parameters(overlapping: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the same kernel is launched meanwhile by other threads, or by this one in a signal handler."""
     pytest.importorskip("cupy", reason="the launcher is CuPy's driver's")
-    launcher = _kernels.Launcher(SimpleNamespace(ptr=0))
     wrong: list[Any] = []
     together = threading.Barrier(4)
 
-    def launch(_: int, grid: int, *rest: int) -> None:
+    def launch(_: int, grid: int, *rest: Any) -> None:
         """A slow driver; the grid says what it should read."""
         depth = grid % 3
         if depth:
@@ -283,15 +284,28 @@ def test_a_launch_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> N
         if (*parameters[:2], *words) != (grid, grid + 1, grid + 2, grid + 3, 2**64 - 1):
             wrong.append((grid, list(parameters), words))
 
+    @ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)
+    def launch_ex(config: int, kernel: int, parameters: int, extra: None) -> int:
+        told = _driver.LaunchConfig.from_address(config)
+        sizes = told.gy, told.gz, told.bx, told.by, told.bz, told.shared, told.stream, told.count
+        if (*sizes, told.attributes) != (1, 1, 32, 1, 1, 40, 7 << 40, 1, ctypes.addressof(_driver.OVERLAPPING)):
+            wrong.append((sizes, told.attributes))
+        launch(kernel, told.gx, parameters, extra)
+        return kernel - (5 << 40)
+
     def run(grid: int) -> None:
-        launcher(grid, 32, (grid, grid + 1), (grid + 2, grid + 3, 2**64 - 1), 0)
+        launcher.launch(grid, 32, (grid, grid + 1), (grid + 2, grid + 3, 2**64 - 1), 7 << 40)
 
     def many(first: int) -> None:
         together.wait()
         for i in range(500):
             run(30_000 * first + 3 * i + 2)
 
-    monkeypatch.setattr(launcher, "_launch", launch)
+    at = ctypes.cast(launch_ex, ctypes.c_void_p).value  # as a function without argtypes, like the driver's
+    monkeypatch.setattr(_kernels, "launch_kernel_ex", lambda: ctypes.CFUNCTYPE(ctypes.c_int)(at))
+    launcher = _kernels.Launcher(SimpleNamespace(ptr=5 << 40), 40, overlapping=overlapping)
+    if not overlapping:
+        monkeypatch.setattr(launcher, "_launch", launch)
     threads = [threading.Thread(target=many, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()

@@ -126,7 +126,7 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
             )
             log.append(Launch(kernel.name, kernel.defines, cooperative, limited, grid, tuple(records), passed))
 
-        return launch
+        return SimpleNamespace(launch=launch)
 
     def tensor_maps(matrices: Any, *pointers: int) -> tuple[tuple[()], tuple[int, ...]]:
         at = range(-1 - len(maps), -1 - len(maps) - len(pointers), -1)  # not addresses
@@ -139,7 +139,7 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
         def __init__(self, *told: Any, wide: bool) -> None:
             self._told = (*told, wide)
 
-        def __call__(self, operands: tuple[int, ...], stream: int) -> None:
+        def run(self, operands: tuple[int, ...], stream: int) -> None:
             log.append(Launch("cuBLAS", (), False, False, 1, (), (*self._told, *operands, stream)))
 
     found = SimpleNamespace(current_context=lambda: 1, runtime=SimpleNamespace(streamIsCapturing=lambda stream: False))
