@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import _plan
 from .device import cuda
-from .driver import beside_captures
+from .driver import beside_captures, pointer
 
 _TRANS_A, _TRANS_B, _SM_COUNT_TARGET = 3, 4, 15  # CUBLASLT_MATMUL_DESC_...
 _MAX_WORKSPACE_BYTES, _REDUCTION_SCHEMES, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_...; b, a, c, d
@@ -86,18 +86,20 @@ class CublasGemm:
             _check(_library().cublasLtMatmulAlgoGetHeuristic(*asked, 1, ctypes.byref(choice), ctypes.byref(found)))
             _check(choice.state)
         self.workspace: int = choice.workspace
-        self._matmul, self._handle, one_and_zero = _matmul(), handle, _ONE_AND_ZERO[accumulator]
-        self._product, self._a, self._b, self._c, self._choice = product, a, b, c, choice
-        self._choice_at, self._one = ctypes.addressof(choice), ctypes.addressof(one_and_zero)
-        self._zero = self._one + ctypes.sizeof(one_and_zero) // 2
+        self._kept, one_and_zero = (product, a, b, c, choice), _ONE_AND_ZERO[accumulator]
+        one, size = ctypes.addressof(one_and_zero), ctypes.sizeof(one_and_zero) // 2
+        self._matmul, self._handle, self._product = _library().cublasLtMatmul, pointer(handle), pointer(product.at)
+        self._a, self._b, self._c, self._choice = map(pointer, (a.at, b.at, c.at, ctypes.addressof(choice)))
+        self._one, self._zero = pointer(one), pointer(one + size)
+        self._size = ctypes.c_size_t.from_param(choice.workspace)
 
     def run(self, operands: tuple[int, int, int, int], stream: int) -> None:
         """Launch the product on a stream, with the addresses of a, b, c and the workspace."""
-        a, b, c, workspace = operands
-        of_c = self._c.at
+        a, b, c, workspace = map(pointer, operands)
+        of_c = self._c
         result = self._matmul(
-            self._handle, self._product.at, self._one, b, self._b.at, a, self._a.at, self._zero, c, of_c, c, of_c,
-            self._choice_at, workspace, self.workspace, stream,
+            self._handle, self._product, self._one, b, self._b, a, self._a, self._zero, c, of_c, c, of_c,
+            self._choice, workspace, self._size, pointer(stream),
         )  # fmt: skip
         if result:
             _check(result)
@@ -143,13 +145,6 @@ def _library() -> ctypes.CDLL:
     """Return the library with which CuPy's cuBLAS is linked. It is loaded already, so its name is enough."""
     major = cuda().runtime.runtimeGetVersion() // 1000
     return ctypes.CDLL(f"cublasLt64_{major}.dll" if sys.platform == "win32" else f"libcublasLt.so.{major}")
-
-
-@cache
-def _matmul() -> Any:
-    matmul = _library().cublasLtMatmul
-    matmul.argtypes = (*(ctypes.c_void_p,) * 14, ctypes.c_size_t, ctypes.c_void_p)
-    return matmul
 
 
 def _check(result: int) -> None:

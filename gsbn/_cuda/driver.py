@@ -24,6 +24,9 @@ def check(result: int, doing: str) -> None:
         raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()} while {doing}")
 
 
+# Makes an argument of a function without `argtypes` from an address or a handle. An argument that many calls share is
+# made once. Such a function would cut an int to 32 bits.
+pointer: Callable[[int | None], Any] = ctypes.c_void_p.from_param
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -67,11 +70,6 @@ def launch_kernel_ex() -> Callable[[Any, Any, Any, None], int]:
     return driver().cuLaunchKernelEx
 
 
-def pointer(address: int) -> Any:
-    """Return an address in the form that functions without `argtypes` take: ctypes converts it once, not each time."""
-    return ctypes.c_void_p.from_param(address)
-
-
 def resident_clusters(function: int, threads: int, cluster: int, shared: int) -> int:
     """Return how many clusters of `cluster` CTAs of a kernel can be resident in the current context at once."""
     found, size = ctypes.c_int(), _LaunchAttribute(_CLUSTER_DIMENSION, (cluster, 1, 1))
@@ -89,18 +87,15 @@ _SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 
 
 @cache
-def _green_context_of() -> Callable[[int, int], int] | None:
+def _green_context_of() -> Callable[[Any, Any], int] | None:
     """Return cuStreamGetGreenCtx, or None if the driver lacks it.
 
-    Its arguments are a stream, and the address to which it writes the handle of the stream's green context.
+    Its arguments are a stream, and where it writes the handle of the stream's green context, each as a `pointer`.
     """
-    function: Any = getattr(driver(), "cuStreamGetGreenCtx", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    return function  # type: ignore[no-any-return]
+    return getattr(driver(), "cuStreamGetGreenCtx", None)
 
 
-_handles: list[tuple[Any, int]] = []  # free variables for a handle, and their addresses; concurrent calls take one each
+_handles: list[tuple[Any, Any]] = []  # free variables for a handle, and a `pointer` to each; a call takes one
 
 
 def sms_of_stream(stream: int) -> int | None:
@@ -116,8 +111,8 @@ def sms_of_stream(stream: int) -> int | None:
         room = _handles.pop()
     except IndexError:
         handle = ctypes.c_void_p()
-        room = handle, ctypes.addressof(handle)
-    failed, context = ask(stream, room[1]), room[0].value
+        room = handle, pointer(ctypes.addressof(handle))
+    failed, context = ask(pointer(stream), room[1]), room[0].value
     _handles.append(room)
     if failed or not context:
         return None
