@@ -184,10 +184,10 @@ class How(NamedTuple):
     @classmethod
     def of(cls, saved: Saved, needs: tuple[str, ...], sms: int | None = None, *, wide: bool = False) -> How:
         """The options of a backward from `saved`, for the gradients named in `needs`."""
-        *_, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups, _, _ = saved
+        _, _, _, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups, _, _ = saved
         of_call = training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms
-        made = cls(*of_call, wide=wide, groups=groups)
-        return made if vectors is not None else made._replace(identity=True)
+        norm, linear, in_place, identity = True, True, False, vectors is None
+        return cls._make((*of_call, norm, linear, wide, in_place, identity, groups))  # quicker than the constructor
 
     def saved(self, x: Any, weight: Any, deviations: Any, vectors: Any) -> Saved:
         """The Saved of these arrays, without torch's counts of their changes."""
@@ -214,7 +214,7 @@ def run(
 
 def _result(kind: Kind, arrays: Arrays, how: How, found: Checked | None, made: list[Any]) -> Gradients[Any]:
     assert found is not None
-    return Gradients(*found.returned(made))
+    return Gradients._make(found.returned(made))
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
