@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any, overload
 
 from . import _plan, reference
@@ -129,7 +128,7 @@ FOLD = Operation(
     arguments=ARRAYS,
     required=REQUIRED,
     foreign=len(ARRAYS),
-    numeric=itemgetter(0, 1),
+    types=lambda options: tuple(map(type, options)),
     check=_views,
     program=_program,
     result=lambda kind, arrays, options, found, made: (made[-2], made[-1]),

@@ -88,25 +88,29 @@ class Saved(NamedTuple):
 
 
 def saved_of(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any,
+    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, of_vectors: Any,
     kept: Any = None,
 ) -> Saved:  # fmt: skip
-    """What a forward with these arrays and options saves; both are in the order of `forward`. `kept` matters with a
-    residual and an activation."""
+    """What a forward with these arrays and options saves; both are in the order of `forward`. `of_vectors` is what
+    `vectors_of` returns. `kept` matters with a residual and an activation."""
     training, _, _, precision, gemm, _, _, activation, group, _, groups, _ = options
-    x, weight, scale, *_, residual, _ = arrays
+    x, weight, adds, (dtypes, scale_shape) = arrays[0], arrays[1], arrays[-2] is not None, of_vectors
     versions = kind.version(x), kind.version(weight)
-    one = scale is not None and tuple(scale.shape) != (weight.shape[0],)
-    scale_shape = tuple(scale.shape) if one else None
-    of_call = bool(training), precision, gemm, dtypes, versions, activation, scale_shape, group, int(groups)
-    adds = residual is not None
-    return Saved(x, weight, deviations, vectors, *of_call, adds, kept if adds and activation is not None else None)
+    of_call = bool(training), precision, gemm, dtypes, versions, activation, scale_shape, group, int(groups), adds
+    kept = kept if adds and activation is not None else None
+    return Saved._make((x, weight, deviations, vectors, *of_call, kept))  # quicker than the constructor
 
 
-def dtypes_of(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
-    """The dtypes of bias, scale, gamma and beta; None for one that is not given."""
-    _, _, scale, bias, gamma, beta, *_ = arrays
-    return tuple(None if array is None else kind.dtype(array) for array in (bias, scale, gamma, beta))
+def vectors_of(kind: Kind, arrays: tuple[Any, ...]) -> tuple[tuple[str | None, ...], tuple[int, ...] | None]:
+    """The `dtypes` and the `scale_shape` of Saved."""
+    _, weight, scale, bias, gamma, beta, *_ = arrays
+    dtypes = tuple(None if array is None else kind.dtype(array) for array in (bias, scale, gamma, beta))
+    return dtypes, scale_shape(scale, weight.shape[0])
+
+
+def scale_shape(scale: Any, features: int) -> tuple[int, ...] | None:
+    """The shape of a scale that serves all features; None for a scale per feature, or none."""
+    return None if scale is None or tuple(scale.shape) == (features,) else tuple(scale.shape)
 
 
 def check_versions(kind: Kind, saved: Saved | None) -> None:

@@ -20,7 +20,7 @@ class CpuTensors(Kind):
     cuda: Kind
 
     def __init__(self, torch: Any) -> None:
-        self._torch = torch
+        self._torch, self._is_grad_enabled = torch, torch.is_grad_enabled
         self._names = {
             torch.float32: "float32",
             torch.float16: "float16",
@@ -35,7 +35,7 @@ class CpuTensors(Kind):
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         if self._forward_ad._current_level >= 0:
             raise RuntimeError("a tensor may have a tangent")
-        grad = self._torch.is_grad_enabled()
+        grad = self._is_grad_enabled()
         key: list[Any] = [grad]
         pointers = []
         for a in arrays:

@@ -43,6 +43,7 @@ FORWARD_CHANNELS_FIRST = replace(
     FORWARD,
     name="forward_channels_first",
     check=lambda kind, arrays, options, *more: FORWARD.check(kind, arrays, options[:_GIVEN], *more),
+    types=lambda options: FORWARD.types(options[:_GIVEN]),
     program=_program,
     result=lambda kind, arrays, options, found, made: FORWARD.result(kind, arrays, options[:_GIVEN], found, made),
     extra=(),

@@ -12,7 +12,7 @@ from .._arrays.dynamo import outside_graphs
 from .._arrays.kinds import Kind
 from .._host.run import Arrays, Checked, Options, Views, call, replaced
 from .._plan.program import Program
-from .._saved import Saved, dtypes_of, saved_of
+from .._saved import Saved, saved_of, vectors_of
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from .._values import flag
 from .operation import FORWARD, OPTIONS, WHOLE_BATCH, forward_views, keeps_u, on_cpu, program_of, result_of
@@ -111,7 +111,7 @@ def _with_saved(kind: Kind, arrays: Arrays, options: Options, y: Any, u: Any = N
     if not options[_SAVES]:
         return y
     kept = None if options[_ACTIVATION] is None else y if u is None else u
-    return y, saved_of(kind, arrays, options, kept, None, dtypes_of(kind, arrays))
+    return y, saved_of(kind, arrays, options, kept, None, vectors_of(kind, arrays))
 
 
 def _program(views: Views, options: Options, *more: Any) -> Program | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
 from .._plan.program import Program
 from .._ranks.exchange import signature
 from .._ranks.group import check_host, gather
-from .._saved import dtypes_of, saved_of
+from .._saved import saved_of, scale_shape, vectors_of
 from .._values import raised_count
 
 ARRAYS = (
@@ -48,14 +47,14 @@ def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | Non
     """y, or (y, saved)."""
     if found is None:
         return _nothing(kind, arrays, options, arrays[1].shape[0])
-    y_at, u_at, dtypes = found.returns
+    y_at, u_at, of_vectors = found.returns
     if found.written and kind.counts_writes:
         kind.count_writes([arrays[i] for i in found.written])
     y = arrays[-1] if y_at is None else made[y_at]
-    if dtypes is None:
+    if of_vectors is None:
         return y
     kept = y if u_at is None else made[u_at]
-    return y, saved_of(kind, arrays, options, made[-2], made[-1], dtypes, kept)
+    return y, saved_of(kind, arrays, options, made[-2], made[-1], of_vectors, kept)
 
 
 def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any:
@@ -68,7 +67,7 @@ def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any
         return y
     rows = _plan.SAVED_ROWS if options[_RENORM] is None else _plan.RENORM_ROWS
     vectors = kind.empty((rows, features), x, "float64")  # nothing reads these
-    return y, saved_of(kind, arrays, options, kind.empty((0, features), x), vectors, dtypes_of(kind, arrays), y)
+    return y, saved_of(kind, arrays, options, kind.empty((0, features), x), vectors, vectors_of(kind, arrays), y)
 
 
 def keeps_u(options: Options) -> bool:
@@ -146,10 +145,14 @@ def _call_text(arrays: Any, options: Options, features: int, inputs: int, dtype:
 
 def _returns(program: Program, views: Views, options: Options) -> Any:
     """Three results: the index of y among the arrays that the call makes, None with `out`; the index of u, None if it
-    is not kept; the dtypes of the vectors if the call saves, else None."""
-    dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
+    is not kept; `of_vectors` of `saved_of` if the call saves, else None."""
     kept = program.made("u") if keeps_u(options) else None
-    return program.made("y"), kept, dtypes if options[_SAVES] else None
+    if not options[_SAVES]:
+        return program.made("y"), kept, None
+    weight, scale = views["weight"], views["scale"]
+    assert weight is not None
+    dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
+    return program.made("y"), kept, (dtypes, scale_shape(scale, weight.shape[0]))
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
@@ -198,17 +201,21 @@ def on_cpu(
         return result
     deviations, vectors = map(kind.from_numpy, kept)
     of_f = result if v is None or v is y else kind.from_numpy(v)
-    return result, saved_of(kind, arrays, options, deviations, vectors, dtypes_of(kind, arrays), of_f)
+    return result, saved_of(kind, arrays, options, deviations, vectors, vectors_of(kind, arrays), of_f)
 
 
-_NUMERIC = ("training", "momentum", "eps", "return_saved", "sms", "groups", "number")
+def _types(options: Options) -> tuple[type, ...]:
+    training, momentum, eps, _, _, return_saved, sms, _, _, _, groups, number = options
+    return type(training), type(momentum), type(eps), type(return_saved), type(sms), type(groups), type(number)
+
+
 FORWARD = Operation(
     name="forward",
     arguments=ARRAYS,
     required=REQUIRED,
     foreign=len(ARRAYS),
     aligned=(0, 1, len(ARRAYS) - 1),
-    numeric=itemgetter(*map((*OPTIONS, "number").index, _NUMERIC)),
+    types=_types,
     check=forward_views,
     program=program_of,
     returns=_returns,

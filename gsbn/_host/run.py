@@ -53,8 +53,8 @@ class Operation:
     on_cpu: Callable[[Kind, Arrays, Any, frozenset[str], Any], Any]
     # positions of the arguments for which the program depends on whether the address is a multiple of 16 bytes
     aligned: tuple[int, int, int] = (0, 0, 0)
-    # picks the options whose type is a part of the key, because True == 1 == 1.0
-    numeric: Callable[[Options], Options] | None = None
+    # the types of the options that may be numbers: they are a part of the key, because True == 1 == 1.0
+    types: Callable[[Options], tuple[type, ...]] = lambda options: ()
     # makes `Checked.returns`, which `result` reads after each call
     returns: Callable[[Program, Views, Any], Any] = lambda program, views, options: None
     within: Callable[[Any, int], Any] = lambda options, held: options  # limits a call to so many SMs
@@ -111,8 +111,10 @@ class Checked:
 
         If so, the full check decides whether this is an error.
         """
+        if not self.written or not pointers:
+            return False
         where = tuple(pointers)
-        if not self.written or not where or where in self._apart:
+        if where in self._apart:
             return False
         end = end_of_written = 0  # the ends of the spans so far
         for start, stop, writes in sorted([(where[i] + low, where[i] + high, w) for i, low, high, w in self._spans]):
@@ -279,12 +281,11 @@ def _find(
     """
     try:
         alike, pointers = kind.read(arrays)
-        types = tuple(map(type, operation.numeric(options))) if operation.numeric is not None else None
         aligned = None
         if kind.on_gpu:
             i, j, k = operation.aligned
             aligned = (pointers[i] & 15 == 0, pointers[j] & 15 == 0, pointers[k] & 15 == 0)
-        key = (operation.name, alike, options, types, aligned, read_only, extra, limits)
+        key = (operation.name, alike, options, operation.types(options), aligned, read_only, extra, limits)
         return _found.get(key), key, pointers
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return None, None, []  # the checks will raise an error
