@@ -54,6 +54,11 @@ class CupyArrays(Kind):
         # CuPy does not know the name bfloat16; only like.dtype can be bfloat16. It reads a type faster than a dtype.
         return partial(self._ndarray, shape, like.dtype.type if dtype in (None, like.dtype.name) else dtype)
 
-    def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
-        memory = self._alloc(nbytes)
-        return memory, memory.ptr
+    def scratch(self, nbytes: int, like: Any) -> Callable[[], tuple[Any, int]]:
+        alloc = self._alloc
+
+        def lend() -> tuple[Any, int]:
+            memory = alloc(nbytes)
+            return memory, memory.ptr
+
+        return lend

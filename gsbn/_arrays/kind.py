@@ -64,8 +64,8 @@ class Kind:
         """Return a function that returns `empty` of these arguments, for many calls (CUDA kinds)."""
         raise NotImplementedError
 
-    def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
-        """Return uninitialised memory from the library's allocator: its owner, and its address, a multiple of 256."""
+    def scratch(self, nbytes: int, like: Any) -> Callable[[], tuple[Any, int]]:
+        """Return a function that returns uninitialised memory: its owner, and its address on 256 bytes (CUDA kinds)."""
         raise NotImplementedError
 
     def graph_keeps(self, arrays: tuple[Any, ...], capture: int) -> bool:

@@ -210,8 +210,9 @@ class Launcher:
             parameters = self._free.pop()  # safe with threads and signals: this launch owns it until it is appended
         except IndexError:
             parameters = _Parameters(len(values), len(words))
-        config = grid, 1, 1, block, 1, 1, self._shared, stream, _ATTRIBUTES, 1
-        parameters.pack(parameters.memory, 0, *config, *words, *values)
+        parameters.pack(
+            parameters.memory, 0, grid, 1, 1, block, 1, 1, self._shared, stream, _ATTRIBUTES, 1, *words, *values
+        )  # fmt: skip
         if self._overlapping:
             if result := self._launch(parameters.config, self._kernel, parameters.pointer, None):
                 check(result, "launching a kernel")

@@ -81,9 +81,10 @@ class Call:
                 names.append("ncclAllGather")
                 gather = partial(exchange.gather, step.doubles) if exchange is not None else _no_gather
                 self._steps.append(self._passing(gather, step.operands))
-        self._nbytes = program.workspace + lent
+        nbytes = program.workspace + lent
+        self._scratch = kind.scratch(nbytes, like) if nbytes else lambda: (None, 0)
         copied = sum(nbytes_of(array) for array in program.arrays if array.scratch)
-        self.description = Description(program.path, program.why, tuple(names), self._nbytes + copied)
+        self.description = Description(program.path, program.why, tuple(names), nbytes + copied)
 
     def _launch(self, step: Launch, device: int, *, limited: bool) -> Callable[[list[int], int], None]:
         """Return the step of a launch."""
@@ -133,7 +134,7 @@ class Call:
             array = make()
             made.append(array)
             addresses.append(kind.pointer(array))
-        scratch, workspace = kind.scratch(self._nbytes, like) if self._nbytes else (None, 0)
+        scratch, workspace = self._scratch()
         addresses.append(workspace)
         for at, offset in self._places:
             addresses.append(addresses[at] + offset)

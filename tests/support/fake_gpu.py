@@ -91,9 +91,12 @@ class Kind(_interop.Kind):
     def maker(self, shape: tuple[int, ...], like: Array, dtype: str | None = None) -> Callable[[], Array]:
         return lambda: self.empty(shape, like, dtype)
 
-    def scratch(self, nbytes: int, like: Array) -> tuple[Array, int]:
-        memory = self.empty((nbytes,), like, "uint8")
-        return memory, memory.pointer
+    def scratch(self, nbytes: int, like: Array) -> Callable[[], tuple[Array, int]]:
+        def lend() -> tuple[Array, int]:
+            memory = self.empty((nbytes,), like, "uint8")
+            return memory, memory.pointer
+
+        return lend
 
     def copy(self, array: Array) -> Array:
         return self.empty(array.shape, array)
