@@ -45,7 +45,7 @@ struct Words {
     __device__ Words(unsigned item, long long count) : first(1LL * item * ITEM + threadIdx.x * VEC), count(count) {}
     __device__ long long at(int i) const { return first + i * THREADS * VEC; }
     __device__ int inside(int i) const {  // elements of the i-th word
-        return static_cast<int>(max(min(count - at(i), 1LL * VEC), 0LL));
+        return int(max(min(count - at(i), 1LL * VEC), 0LL));
     }
 };
 

@@ -53,12 +53,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const Places<THREADS, VEC> at_once(TRANSPOSED ? LANES : p.row_threads);
     const unsigned blocks = at_once.blocks(p.n);
     // float64 is exact here; a division of 64-bit integers would take about a hundred instructions
-    const double items_of_rows = ceil(static_cast<double>(p.m) / static_cast<double>(p.dg_rows));
-    const unsigned row_blocks = dg == nullptr ? 1 : static_cast<unsigned>(items_of_rows);
+    const double items_of_rows = ceil(double(p.m) / double(p.dg_rows));
+    const unsigned row_blocks = dg == nullptr ? 1 : unsigned(items_of_rows);
     for_each_item(blocks * row_blocks, [&](unsigned item) {
-        const long long col0 = static_cast<long long>(item % blocks) * at_once.columns, col = col0 + at_once.column;
+        const long long col0 = 1LL * at_once.columns * (item % blocks), col = col0 + at_once.column;
         const long long end = p.m - item / blocks * p.dg_rows;
-        const int height = static_cast<int>(min(p.dg_rows, end));
+        const int height = int(min(p.dg_rows, end));
         const Column place(p, col);
         const int inside = place.inside<VEC>();
 
@@ -130,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     await_kernel_ahead(true);
     const BackwardExchange exchange(ranks, gathered, FEATURES_AT + POSTS * p.n, p.signature);
     if (posted != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
-        posted[ROWS_AT] = static_cast<double>(p.m);
-        posted[CALL_AT] = static_cast<double>(p.signature);
+        posted[ROWS_AT] = double(p.m);
+        posted[CALL_AT] = double(p.signature);
     }
     __shared__ double scratch[MERGED_BY_MANY ? SUMS * THREADS : 1];
     const Places<THREADS, VEC> at_once(p.row_threads);
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         exchange.peek(exchange.rank, FEATURES_AT + POSTS * c + 1, E);
         E += of(SAVED_OF_MEAN) * S;  // from this rank's centre
         store_gradients(p, of, S, by.of_part(S, E / of(SAVED_UNIT)), to_bias, to_scale, to_gamma, to_beta);
-        const double own = static_cast<double>(p.m) / rows;
+        const double own = double(p.m) / rows;
         if constexpr (SUMS < POSTS) {  // backward_dg makes no correction
             all[1] = by.stretch * by.E;
             all[0] -= by.centre * of(SAVED_RATE) * all[1];

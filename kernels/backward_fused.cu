@@ -45,10 +45,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
     const int rank = rank_in_cluster(), first_row = rank * at_once.rows + at_once.row, step = CLUSTER * at_once.rows;
     memory.of_cluster.begin(rank, at_once.columns);
     const auto work = [&](unsigned item) {
-        const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
+        const long long col0 = 1LL * item * at_once.columns, col = col0 + at_once.column;
         const Column place(p, col);
         const int inside = place.inside<VEC>();
-        const int count = inside > 0 ? count_every(static_cast<int>(p.m), first_row, step) : 0;
+        const int count = inside > 0 ? count_every(int(p.m), first_row, step) : 0;
         const Walk<STAGES, BackwardRows> rows(count,
                                               BackwardRows(p, dy, d, first_row, step, place, inside, memory.pipeline));
 
@@ -63,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         double sums[SUMS][VEC] = {};
         add_rows<false>(rows, centre, before, sums);
         ColumnSums all;
-        total(memory.totals, static_cast<int>(p.row_threads), sums, all.of);
+        total(memory.totals, int(p.row_threads), sums, all.of);
         memory.of_cluster.add(rank, column, part == 0, all.of);
         if (of.c < p.n) {
-            Projection by(static_cast<double>(p.m), of, all.of);
+            Projection by(double(p.m), of, all.of);
             double own_E = by.E;  // E of this rank's rows
             if (TRAINING && ranks != nullptr) {
                 const BackwardExchange exchange(ranks, nullptr, 0, p.signature);

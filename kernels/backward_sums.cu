@@ -30,13 +30,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
     const Places<THREADS, VEC> at_once(p.row_threads);
     const int rank = rank_in_cluster();
     of_cluster.begin(rank, at_once.columns);
-    const unsigned splits = static_cast<unsigned>(p.splits), ctas = splits * CLUSTER;  // CTAs of a block of columns
+    const unsigned splits = unsigned(p.splits), ctas = splits * CLUSTER;  // CTAs of a block of columns
     const auto work = [&](unsigned item) {
         const long long block = item / ctas, split = item % ctas / CLUSTER;
         const long long col = block * at_once.columns + at_once.column;
         const long long begin = item % ctas * p.sums_rows;
         // the last CTAs of a cluster may have no rows
-        const int height = static_cast<int>(max(min(p.sums_rows, p.m - begin), 0LL));
+        const int height = int(max(min(p.sums_rows, p.m - begin), 0LL));
         const Column place(p, col);
         const int inside = place.inside<VEC>();
 

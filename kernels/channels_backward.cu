@@ -26,9 +26,9 @@ struct Strip {
 
     __device__ Strip(const BackwardProblem& p, long long feature, long long split) {
         const long long first = split * p.sums_rows;
-        begin = static_cast<unsigned>(first);
-        count = static_cast<unsigned>(max(min(p.sums_rows, p.m / VEC - first), 0LL));
-        of_sample = static_cast<unsigned>(p.ldd / VEC);
+        begin = unsigned(first);
+        count = unsigned(max(min(p.sums_rows, p.m / VEC - first), 0LL));
+        of_sample = unsigned(p.ldd / VEC);
         reciprocal = p.reciprocal;
         start = feature * of_sample;
         per_sample = p.n * of_sample;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     await_kernel_ahead();
     __shared__ double of_warps[SUMS][WARPS];
     for_each_item(p.n * p.splits, [&](unsigned item) {
-        const long long split = item / static_cast<unsigned>(p.n), feature = item % static_cast<unsigned>(p.n);
+        const long long split = item / unsigned(p.n), feature = item % unsigned(p.n);
         const Strip strip(p, feature, split);
         const BeforeY before(p, saved, feature, 1);
         double sums[SUMS] = {};
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                         part[3] = fmaf(v, v, part[3]);
                     }
 #pragma unroll
-                for (int s = 0; s < SUMS; ++s) sums[s] += static_cast<double>(part[s]);
+                for (int s = 0; s < SUMS; ++s) sums[s] += double(part[s]);
             }
         }
 #pragma unroll
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                const double* workspace, T* dg, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     await_kernel_ahead();
     __shared__ G stored[DG_ROWS];
-    const unsigned features = static_cast<unsigned>(p.n), items = features * static_cast<unsigned>(p.splits);
+    const unsigned features = unsigned(p.n), items = features * unsigned(p.splits);
     for_each_item(items, [&](unsigned turn) {
         const unsigned item = items - 1 - turn;
         const long long split = item / features, feature = item % features;

@@ -15,7 +15,7 @@ constexpr int THREADS = 256;
 extern "C" __global__ void __launch_bounds__(THREADS) clear(const __grid_constant__ ClearProblem p, char* to) {
     await_kernel_ahead();
     for_each_item((p.bytes + 16 * THREADS - 1) / (16 * THREADS), [&](unsigned item) {
-        long long at = (static_cast<long long>(item) * THREADS + threadIdx.x) * 16;
+        long long at = (1LL * item * THREADS + threadIdx.x) * 16;
         if (at + 16 <= p.bytes) {
             *reinterpret_cast<uint4*>(to + at) = make_uint4(0, 0, 0, 0);
         } else {

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const long long rows = p.rows[of], cols = p.cols[of], wide = length(of), start = item * WORDS * THREADS;
         const Piece* end = from + (rows - 1) * p.from_row[of] + cols;
         const long long row0 = start / wide;
-        const unsigned rest = static_cast<unsigned>(start % wide) + threadIdx.x, width = static_cast<unsigned>(wide);
+        const unsigned rest = unsigned(start % wide) + threadIdx.x, width = unsigned(wide);
 
         Piece* line[WORDS];    // a word's row of `to`
         long long col[WORDS];  // the column of a word's first piece; it may lie before the row
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const unsigned at = rest + i * THREADS;
             const long long row = row0 + at / width;
             line[i] = to + row * p.to_row[of];
-            col[i] = static_cast<long long>(at % width) * PIECES - misfit(line[i]);
+            col[i] = 1LL * PIECES * (at % width) - misfit(line[i]);
             if (row >= rows) col[i] = cols;  // nothing to write
             if (col[i] >= cols) continue;
             const Piece* source = from + row * p.from_row[of] + col[i];
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             } else {
 #pragma unroll 1
                 for (long long c = col[i]; c < min(col[i] + PIECES, cols); ++c, word = push(word, 0))
-                    if (c >= 0) line[i][c] = static_cast<Piece>(word.x);
+                    if (c >= 0) line[i][c] = Piece(word.x);
             }
         }
     });

@@ -175,9 +175,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS
               Element* dx) {
     extern __shared__ char dynamic[];
     Shared& sh = *reinterpret_cast<Shared*>(dynamic + (-smem(dynamic) & 1023));
-    const int input = blockIdx.x / CLUSTER * INPUTS, steps = static_cast<int>(p.steps);
+    const int input = blockIdx.x / CLUSTER * INPUTS, steps = int(p.steps);
     const int first = rank_in_cluster() * steps;
-    const int count = max(min(steps, static_cast<int>((p.n + STEP - 1) / STEP) - first), 0);
+    const int count = max(min(steps, int((p.n + STEP - 1) / STEP) - first), 0);
     if (threadIdx.x == 0) {
         mbar_init(&sh.x_full, 1);
         for (int s = 0; s < STAGES; ++s) {
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS
     take_registers<CONSUMER_REGISTERS>();
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    Consumer consumer = {p, sh, group, static_cast<int>(threadIdx.x % 128), input + group * 64};
+    Consumer consumer = {p, sh, group, int(threadIdx.x % 128), input + group * 64};
     mbar_wait(&sh.x_full, 0);
 #pragma unroll 1
     for (int step = 0; step < count; ++step) {

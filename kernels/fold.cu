@@ -20,7 +20,7 @@ struct FoldProblem {
 
 constexpr int THREADS = 256;
 
-__device__ inline void round_to(double v, float& out) { out = static_cast<float>(v); }
+__device__ inline void round_to(double v, float& out) { out = float(v); }
 __device__ inline void round_to(double v, double& out) { out = v; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -37,6 +37,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         round_to(a * (s * b - mean) + fetch(beta, p.beta, row).or_else(0.0), b_folded[row]);
     }
     for (long long col = threadIdx.x; col < p.k; col += THREADS) {
-        round_to(a * s * static_cast<double>(to_float(w[row * p.ldw + col])), w_folded[row * p.k + col]);
+        round_to(a * s * double(to_float(w[row * p.ldw + col])), w_folded[row * p.k + col]);
     }
 }

@@ -162,27 +162,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
 ) {
     const long long m = p.m, n = p.n, k = p.k, y_pitch = p.y_row * Y_BYTES;
     extern __shared__ __align__(1024) char raw[];
-    Shared& sh = *(Shared*)raw;
+    Shared& sh = *reinterpret_cast<Shared*>(raw);
     // the shuffle tells the compiler that all lanes of a warp have the same index
     const int warp_index = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), warpgroup = warp_index / 4,
               warp = warp_index % 4;
     const int clusters = gridDim.x / CLUSTER_CTAS, part = cluster_part();
-    const int all_steps = (int)((k + BLOCK_K - 1) / BLOCK_K);
+    const int all_steps = int((k + BLOCK_K - 1) / BLOCK_K);
     const int first_step = all_steps * part / SPLIT_K,
-              steps = K_IN_SAMPLES ? all_steps / (int)p.parts_alone : all_steps * (part + 1) / SPLIT_K - first_step;
-    const int blocks = (int)((n + BLOCK_N - 1) / BLOCK_N);
-    const size_t features = (size_t)blocks * BLOCK_N;
+              steps = K_IN_SAMPLES ? all_steps / int(p.parts_alone) : all_steps * (part + 1) / SPLIT_K - first_step;
+    const int blocks = int((n + BLOCK_N - 1) / BLOCK_N);
+    const size_t features = size_t(blocks) * BLOCK_N;
     const int rows = BLOCK_M * W_SHARERS;  // rows of the tiles of a cluster
-    const int splits = K_IN_SAMPLES ? (int)p.parts_alone : 1;
+    const int splits = K_IN_SAMPLES ? int(p.parts_alone) : 1;
 #if CHANNELS_FIRST
-    const int rows_of_tiles = (int)p.tiles;
+    const int rows_of_tiles = int(p.tiles);
 #else
-    const int rows_of_tiles = splits * (int)((m + rows - 1) / rows);
+    const int rows_of_tiles = splits * int((m + rows - 1) / rows);
 #endif
     const TileScheduler scheduler = {rows_of_tiles,   (blocks + X_SHARERS - 1) / X_SHARERS,
-                                     (int)p.panel,    (int)p.grouped,
-                                     (u64)p.of_panel, (u64)p.of_columns,
-                                     (u64)p.of_rest};
+                                     int(p.panel),    int(p.grouped),
+                                     u64(p.of_panel), u64(p.of_columns),
+                                     u64(p.of_rest)};
     const Features f = {.bias = bias,
                         .bias_code = p.bias,
                         .scale = scale,
@@ -195,8 +195,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
                         .running_mean_code = p.running_mean,
                         .running_var = running_var,
                         .running_var_code = p.running_var,
-                        .eps = (float)p.eps,
-                        .number = (float)p.number,
+                        .eps = float(p.eps),
+                        .number = float(p.number),
 #if RENORM
                         .renorm = renorm
 #endif

@@ -51,9 +51,9 @@ constexpr int THREADS_N = BLOCK_N / THREAD_N;
 constexpr int THREADS = (BLOCK_M / THREAD_M) * THREADS_N;
 
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
-constexpr int LOAD = 16 / sizeof(T);                                         // elements in one 16-byte load
-constexpr int FRAG_M = smaller(THREAD_M, 16 / static_cast<int>(sizeof(G)));  // adjacent rows in one shared-memory read
-constexpr int FRAG_N = smaller(THREAD_N, 16 / static_cast<int>(sizeof(G)));
+constexpr int LOAD = 16 / sizeof(T);                            // elements in one 16-byte load
+constexpr int FRAG_M = smaller(THREAD_M, 16 / int(sizeof(G)));  // adjacent rows in one shared-memory read
+constexpr int FRAG_N = smaller(THREAD_N, 16 / int(sizeof(G)));
 constexpr int PAD = 16 / sizeof(G);  // keeps rows on 16 bytes and spreads the transposing stores over the banks
 
 // One operand's ROWS x BLOCK_K block on its way from device memory to shared memory.

@@ -17,7 +17,7 @@ constexpr int LANES = 32, WARPS = 8, THREADS = LANES * WARPS;
 struct Share {
     int begin, end;  // ghost batches of this warp
     __device__ Share(long long ghosts, int warp) {
-        const int all = static_cast<int>(ghosts), of_warp = (all + WARPS - 1) / WARPS;
+        const int all = int(ghosts), of_warp = (all + WARPS - 1) / WARPS;
         begin = min(warp * of_warp, all);
         end = min(begin + of_warp, all);
     }
@@ -39,13 +39,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const long long ghosts = ghosts_of(p), before = p.flags & FLAG_CUMULATIVE ? *num_batches_tracked - ghosts : 0;
     for_each_item((p.features + LANES - 1) / LANES, [&](unsigned item) {
-        const long long c = static_cast<long long>(item) * LANES + lane;
+        const long long c = 1LL * item * LANES + lane;
         const bool there = c < p.features;
         const Share share(ghosts, warp);
         double keep = 1.0, mean = 0.0, var = 0.0;
 #pragma unroll 4
         for (int i = share.begin; i < share.end; ++i) {
-            const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(before + i + 1) : p.momentum;
+            const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / double(before + i + 1) : p.momentum;
             const double* at = statistics + i * p.ghost_pitch + (there ? c : 0);
             keep *= 1.0 - mu;
             mean = (1.0 - mu) * mean + mu * at[0];
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const long long ghosts = ghosts_of(p), blocks = (p.features + LANES - 1) / LANES;
     for_each_item(4 * blocks, [&](unsigned item) {
-        const int number = item / static_cast<unsigned>(blocks);
+        const int number = item / unsigned(blocks);
         void* to = to_bias;
         long long code = p.to_bias;
         if (number == 1) to = to_scale, code = p.to_scale;

@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     const unsigned blocks = at_once.blocks(p.n);
     const long long items = blocks * ((p.m + p.normalize_rows - 1) / p.normalize_rows);
     for_each_item(items, [&](unsigned item) {
-        const unsigned at = static_cast<unsigned>(items) - 1 - item;
-        const long long first_col = static_cast<long long>(at % blocks) * at_once.columns;
+        const unsigned at = unsigned(items) - 1 - item;
+        const long long first_col = 1LL * at_once.columns * (at % blocks);
         const long long col = first_col + at_once.column;
         const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
         const Column place(p, col);

@@ -28,7 +28,7 @@ struct RowsOfG {
     int inside;       // columns
 
     __device__ __forceinline__ void copy(int i, int stage) const {
-        copy_async(pipeline + stage * THREADS, g + i * step, inside * static_cast<int>(sizeof(G)));
+        copy_async(pipeline + stage * THREADS, g + i * step, inside * int(sizeof(G)));
     }
     __device__ __forceinline__ Vector<G, VEC> read(int, int stage) const {
         return *reinterpret_cast<const Vector<G, VEC>*>(pipeline + stage * THREADS);
@@ -63,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     const Places<THREADS, VEC> at_once(p.row_threads);
     for_each_item(at_once.blocks(p.n), [&](unsigned item) {
-        const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
+        const long long col0 = 1LL * item * at_once.columns, col = col0 + at_once.column;
         const Column place(p, col);
         const int inside = place.inside<VEC>();
-        const int count = inside > 0 ? count_every(static_cast<int>(p.m), at_once.row, at_once.rows) : 0;
+        const int count = inside > 0 ? count_every(int(p.m), at_once.row, at_once.rows) : 0;
         const G* first_g = g + at_once.row * p.ldg + place.at(p.ldg);
         const Walk<STAGES, RowsOfG> rows(count,
                                          RowsOfG{first_g, at_once.rows * p.ldg, memory.pipeline + threadIdx.x, inside});
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int i = part; i < Arguments::COUNT; i += parts)
                 memory.arguments[i][column] = argument(i, p, c, bias, scale, gamma, beta, running_mean, running_var);
 
-        const double m = static_cast<double>(p.m);
+        const double m = double(p.m);
         Moments moments;
 #pragma unroll 1
         for (bool again = false;; again = true) {
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             rows.down(0, count, [&](int, const Vector<G, VEC>& in) {
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
-                    const double d = static_cast<double>(in.at[j]) - pivot.at[j];
+                    const double d = double(in.at[j]) - pivot.at[j];
                     sums[0][j] += d;
                     sums[1][j] = fma(d, d, sums[1][j]);
                 }
@@ -95,11 +95,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             if (at_once.row == 0)
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) memory.pivot[at_once.column + j] = pivot.at[j];
-            total(memory.totals, static_cast<int>(p.row_threads), sums, of_column);
+            total(memory.totals, int(p.row_threads), sums, of_column);
             const double about = memory.pivot[column];
             moments = Moments(about, of_column[0], of_column[1], m);
             if (sizeof(G) == 4 || again || !__syncthreads_or(c < p.n && moments.far(about, m))) break;
-            if (part == 0) memory.pivot[column] = static_cast<G>(moments.mean);
+            if (part == 0) memory.pivot[column] = G(moments.mean);
             __syncthreads();
             pivot = *reinterpret_cast<const Vector<G, VEC>*>(&memory.pivot[at_once.column]);
             rows.up([](int, const Vector<G, VEC>&) {});  // go back to where a pass down begins
@@ -113,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 store_affine(&memory.constants[0][0], WIDEST, column, found.centre, found.a, found.offset);
                 if (UNITS) {
                     const double unit = unit_near(sqrt(found.v));
-                    memory.constants[OF_SLOPE][column] = static_cast<G>(static_cast<G>(found.a) * unit);
-                    memory.constants[OF_INVERSE_UNIT][column] = static_cast<G>(1.0 / unit);
+                    memory.constants[OF_SLOPE][column] = G(G(found.a) * unit);
+                    memory.constants[OF_INVERSE_UNIT][column] = G(1.0 / unit);
                 }
             } else if (part == 1) {
                 found.save(p, c, saved);

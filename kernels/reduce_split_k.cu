@@ -21,11 +21,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     reduce_split_k(const __grid_constant__ ReduceSplitKProblem p, const float* partials, void* c) {
     await_kernel_ahead();
     __shared__ double sums[THREADS][4];
-    const int share = static_cast<int>(p.share), at_once = THREADS / share;
+    const int share = int(p.share), at_once = THREADS / share;
     const long long words = p.n * (p.pitch / 4);
-    const int mine = static_cast<int>(threadIdx.x) % at_once, which = static_cast<int>(threadIdx.x) / at_once;
+    const int mine = int(threadIdx.x) % at_once, which = int(threadIdx.x) / at_once;
     for_each_item((words + at_once - 1) / at_once, [&](unsigned item) {
-        const long long word = static_cast<long long>(item) * at_once + mine;
+        const long long word = 1LL * item * at_once + mine;
         double sum[4] = {};
         if (word < words) {
 #pragma unroll 8

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __shared__ __align__(16) G pivot_of[32 * VEC];
 
     const Places<THREADS, VEC> at_once(p.row_threads);
-    const unsigned splits = static_cast<unsigned>(p.splits);
+    const unsigned splits = unsigned(p.splits);
     for_each_item(at_once.blocks(p.n) * p.splits, [&](unsigned item) {
         const long long block = item / splits, split = item % splits;
         const long long col = block * at_once.columns + at_once.column;
@@ -53,12 +53,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     sum.add(first_of[i]);
                     squares.add(second_of[i]);
                 }
-                const double rows = static_cast<double>(end - begin), about = pivot_of[threadIdx.x];
+                const double rows = double(end - begin), about = pivot_of[threadIdx.x];
                 pooled = Moments(about, sum.total(), squares.total(), rows);
                 far = pooled.far(about, rows);
             }
             if (sizeof(G) == 4 || again || !__syncthreads_or(far)) break;
-            if (mine) pivot_of[threadIdx.x] = static_cast<G>(pooled.mean);
+            if (mine) pivot_of[threadIdx.x] = G(pooled.mean);
             __syncthreads();
             pivot = *reinterpret_cast<const Vector<G, VEC>*>(pivot_of + at_once.column);
             __syncthreads();
@@ -108,12 +108,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) {
         counted = true;
         if (blockIdx.x == 0 && posted != nullptr) {
-            posted[ROWS_AT] = static_cast<double>(p.m);
-            posted[CALL_AT] = static_cast<double>(p.signature);
+            posted[ROWS_AT] = double(p.m);
+            posted[CALL_AT] = double(p.signature);
         }
     }
     __syncthreads();
-    const int columns = static_cast<int>(p.merge_columns);
+    const int columns = int(p.merge_columns);
     const Sharers<THREADS> sharers(columns);
     const int at = sharers.column, part = sharers.part, parts = sharers.parts;
     const auto merge = [&](long long item, const Exchange<2>* exchange) {
@@ -122,11 +122,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
         for (int i = part; there && i < Arguments::COUNT; i += parts)
             arguments[i][at] = argument(i, p, c, bias, scale, gamma, beta, running_mean, running_var);
-        double rows = static_cast<double>(p.m), mean = 0.0, m2 = 0.0;
+        double rows = double(p.m), mean = 0.0, m2 = 0.0;
         if (gathered == nullptr && p.m > 0) {
-            const int splits = static_cast<int>(p.splits);
-            const double rows_of = static_cast<double>(p.stats_rows);
-            const double rows_of_last = static_cast<double>(p.m - (splits - 1) * p.stats_rows);
+            const int splits = int(p.splits);
+            const double rows_of = double(p.stats_rows);
+            const double rows_of_last = double(p.m - (splits - 1) * p.stats_rows);
             const double* of_split = reinterpret_cast<const double*>(workspace + p.partials) + c;
             double mean_0 = there ? of_split[0] : 0.0;
             if (sizeof(G) == 8 && there) {  // float64 has no bits to spare: pool about the mean of all
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return;
     }
     const Exchange<2> exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);
-    if (blockIdx.x == 0 && threadIdx.x == 0 && gathered == nullptr) exchange.post_header(static_cast<double>(p.m));
+    if (blockIdx.x == 0 && threadIdx.x == 0 && gathered == nullptr) exchange.post_header(double(p.m));
     for_each_item(items, [&](long long item) { merge(item, &exchange); });
     __syncthreads();
     const bool last = threadIdx.x == 0 && exchange.leave(gridDim.x);

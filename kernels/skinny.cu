@@ -57,10 +57,10 @@ struct CtaWork {
     int first;
     template <typename P>
     __device__ explicit CtaWork(const P& p) {
-        const unsigned blocks = static_cast<unsigned>((p.n + FEATURES - 1) / FEATURES);
+        const unsigned blocks = unsigned((p.n + FEATURES - 1) / FEATURES);
         block = blockIdx.x % blocks;
         cta = blockIdx.x / blocks;
-        first = static_cast<int>(block) * FEATURES;
+        first = int(block) * FEATURES;
     }
 };
 
@@ -142,12 +142,12 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         for (int j = 0; j < N; ++j) sum[j] = squares[j] = 0.0f;
         if (rows < 2 * moved) return;
         moved = rows;
-        const double count = static_cast<double>(rows);
+        const double count = double(rows);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < M; ++i) {
-            const float to = pivot[i] + __fdividef(static_cast<float>(first[i]), static_cast<float>(rows));
-            const double by = static_cast<double>(pivot[i]) - to;
+            const float to = pivot[i] + __fdividef(float(first[i]), float(rows));
+            const double by = double(pivot[i]) - to;
             second[i] += by * (2.0 * first[i] + count * by);
             first[i] += count * by;
             pivot[i] = to;
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     int since = 0;  // how many rows of a lane are in sum and squares
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
-        const int inside = whole ? ROWS : static_cast<int>(max(tiles.end - row0, 0LL));
+        const int inside = whole ? ROWS : int(max(tiles.end - row0, 0LL));
         bool fresh = rows == 0 && inside > 0;  // the first tile is added twice: about its first row, then its mean
         rows += inside;
         if (fresh) {
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             sum_over_rows<N>(sum, lane);
             __syncwarp();
 #pragma unroll
-            for (int i = 0; i < M; ++i) pivot[i] += __fdividef(sum[i], static_cast<float>(inside));
+            for (int i = 0; i < M; ++i) pivot[i] += __fdividef(sum[i], float(inside));
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < N; ++j) sum[j] = squares[j] = 0.0f;
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 #pragma unroll
     for (int i = 0; i < M; ++i) {
         const int at = own + i;
-        const double d = rows > 0 ? static_cast<double>(pivot[i]) - pivots[0][at] : 0.0;
+        const double d = rows > 0 ? double(pivot[i]) - pivots[0][at] : 0.0;
         sums[warp * FEATURES + at] = first[i] + rows * d;
         sums[(WARPS + warp) * FEATURES + at] = second[i] + d * (2.0 * first[i] + rows * d);
     }
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         of_cta += sums[i * FEATURES + at];
         squares_of_cta += sums[(WARPS + i) * FEATURES + at];
     }
-    const Moments pooled(pivots[0][at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
+    const Moments pooled(pivots[0][at], of_cta, squares_of_cta, double(tiles.end - tiles.begin));
     double* partials = reinterpret_cast<double*>(workspace + p.partials) + 2 * work.cta * p.ldg + c;
     partials[0] = pooled.mean;
     partials[p.ldg] = pooled.m2;
@@ -226,7 +226,7 @@ __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int 
 #pragma unroll
         for (int j = 0; j < LANE_FEATURES; j += WORD) {
             const int at = feature_of(quarter, j), col = first + at;
-            const int inside = static_cast<int>(min(p.n - col, 1LL * WORD));
+            const int inside = int(min(p.n - col, 1LL * WORD));
             if (inside <= 0) break;
             const auto make = of(at);
 #pragma unroll

@@ -54,14 +54,14 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     }
 
-    const int width = CLUSTER == 1 ? FEATURES : static_cast<int>(p.skinny_features);
+    const int width = CLUSTER == 1 ? FEATURES : int(p.skinny_features);
     const long long col0 = 1LL * rank_in_cluster() * width;
-    const int features = static_cast<int>(max(min(p.n - col0, 1LL * width), 0LL));  // this CTA's features
+    const int features = int(max(min(p.n - col0, 1LL * width), 0LL));  // this CTA's features
     dy += col0, d += col0;
     const long long begin = blockIdx.x / CLUSTER * p.skinny_rows, end = min(begin + p.skinny_rows, p.m);
     const int of_dy = member % OF_DY, of_x = member % OF_X;  // a thread's columns, in pieces of 16 bytes
     const int inside = max(min(features - of_dy * VEC, VEC), 0);
-    const int inside_x = static_cast<int>(max(min(p.k - of_x * VEC, 1LL * VEC), 0LL));
+    const int inside_x = int(max(min(p.k - of_x * VEC, 1LL * VEC), 0LL));
     constexpr int STEP = TEAM / OF_DY, STEP_X = TEAM / OF_X;
     constexpr int AT_ONCE = ROWS / STEP < 4 ? ROWS / STEP : 4;  // rows that a thread reads before it computes dg of any
     // where these columns begin in a row; 0 if the thread has none
@@ -69,14 +69,14 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     const int first = member / OF_DY, first_x = member / OF_X;  // the thread's first rows; its rows lie STEP apart
     const auto issue_copies = [&](int stage, long long row0) {
         uint4* to = pipeline + stage * TILE;
-        const int left = row0 < begin ? 0 : static_cast<int>(min(end - row0, 1LL * ROWS));
+        const int left = row0 < begin ? 0 : int(min(end - row0, 1LL * ROWS));
         const T* from_dy = dy + (row0 + first) * p.dy_row + at_dy;
         const T* from_d = d + (row0 + first) * p.ldd + at_dy;
         const T* from_x = x + (row0 + first_x) * p.ldx + at_x;
         const auto copy_all = [&](bool whole) {
             const auto copy = [&](uint4* at, const T* from, const T* any, int i, int columns) {
                 const bool there = whole || i < left;
-                copy_async(at, there ? from : any, there ? columns * static_cast<int>(sizeof(T)) : 0);
+                copy_async(at, there ? from : any, there ? columns * int(sizeof(T)) : 0);
             };
 #pragma unroll
             for (int i = first; i < ROWS; i += STEP, from_dy += STEP * p.dy_row, from_d += STEP * p.ldd) {
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     for (int i = threadIdx.x; i < DG_ROWS * FEATURES; i += THREADS_HERE)
         if (i % FEATURES >= features) stored[i] = G(0);
     // as many columns at once as in backward_dg, so that both kernels compute the same bits
-    const int columns = static_cast<int>(p.row_threads) * VEC;
+    const int columns = int(p.row_threads) * VEC;
 #pragma unroll 1
     for (int at = 0; at < features; at += columns) {
         if (at > 0) __syncthreads();
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 #pragma unroll 1
     for (long long row0 = last; row0 >= begin; row0 -= TEAMS * ROWS, next_row -= TEAMS * ROWS) {
         await_copies<TILES - 1>();
-        const int left = static_cast<int>(min(end - row0, 1LL * ROWS));
+        const int left = int(min(end - row0, 1LL * ROWS));
         uint4* dg = pipeline + stage * TILE;
         if constexpr (GROUPS == 1) of = Coefficients(before, stored, FEATURES, of_dy * VEC);
 #pragma unroll
@@ -157,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         }
         if constexpr (!BY_FMA) fence_async();
         team_sync(team);
-        products.take(dg, dg + DY, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left,
-                      static_cast<int>(p.k), barriers[team], phase);
+        products.take(dg, dg + DY, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left, int(p.k),
+                      barriers[team], phase);
         phase ^= 1;
         team_sync(team);  // all threads of the team have read
         issue_copies(stage, next_row);

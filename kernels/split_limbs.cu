@@ -74,13 +74,13 @@ struct RowScale {
 
 // The scaling for a row. `top` has the bits of its largest magnitude, 2^e f with 1 <= f < 2.
 __device__ __forceinline__ RowScale scale_of(unsigned top) {
-    const int e = top >> 23 ? static_cast<int>(top >> 23) - 127 : -118 - __clz(top), exponent = top ? e - 14 : 0;
+    const int e = top >> 23 ? int(top >> 23) - 127 : -118 - __clz(top), exponent = top ? e - 14 : 0;
     return {exponent, __uint_as_float((127 + (-exponent >> 1)) << 23),
             __uint_as_float((127 + ((1 - exponent) >> 1)) << 23)};
 }
 
 // How many of 8 adjacent elements lie before the row's end.
-__device__ __forceinline__ int of_eight(long long left) { return static_cast<int>(min(max(left, 0LL), 8LL)); }
+__device__ __forceinline__ int of_eight(long long left) { return int(min(max(left, 0LL), 8LL)); }
 
 __device__ __forceinline__ void read(const float* from, bool vector, int inside, float (&v)[8]) {
     if (vector && inside == 8) {
@@ -231,15 +231,15 @@ __device__ __forceinline__ float at(const float4& v, int e) { return e == 0 ? v.
 // the item begins at (row, column).
 template <typename Work>
 __device__ __forceinline__ void for_each_block(const Matrices& p, int rows, int columns, const Work& work) {
-    const auto blocks_wide = [&](int i) { return static_cast<unsigned>((p.n[i] + columns - 1) / columns); };
-    const auto count = [&](int i) { return blocks_wide(i) * static_cast<unsigned>((p.m[i] + rows - 1) / rows); };
+    const auto blocks_wide = [&](int i) { return unsigned((p.n[i] + columns - 1) / columns); };
+    const auto count = [&](int i) { return blocks_wide(i) * unsigned((p.m[i] + rows - 1) / rows); };
     const unsigned first = count(0), second = first + count(1);
     for_each_item(second + count(2), [&](long long at) {  // below 2^31, as all items are
-        unsigned item = static_cast<unsigned>(at);
+        unsigned item = unsigned(at);
         const int i = item < first ? 0 : item < second ? 1 : 2;
         item -= i == 0 ? 0 : i == 1 ? first : second;
         const unsigned wide = blocks_wide(i);
-        work(i, static_cast<int>(item / wide) * rows, static_cast<int>(item % wide) * columns);
+        work(i, int(item / wide) * rows, int(item % wide) * columns);
     });
 }
 
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     constexpr int FLIGHT = 8;
     __shared__ uint4 of_warp[WARPS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int height = static_cast<int>(p.maxima_rows);
+    const int height = int(p.maxima_rows);
     for_each_block(p, height, BLOCK_COLUMNS, [&](int which, int first, int column) {
         const Matrix matrix(p, which, a, b, c);
         const int j = column + 4 * lane, end = min(first + height, matrix.m);

@@ -211,19 +211,19 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     __syncthreads();
     await_kernel_ahead();
 
-    const unsigned wide = static_cast<unsigned>((p.k + SIDE - 1) / SIDE);  // blocks in a row of blocks of c
-    const unsigned blocks = static_cast<unsigned>((p.n + SIDE - 1) / SIDE) * wide;
+    const unsigned wide = unsigned((p.k + SIDE - 1) / SIDE);  // blocks in a row of blocks of c
+    const unsigned blocks = unsigned((p.n + SIDE - 1) / SIDE) * wide;
     const long long n0 = blockIdx.x % blocks / wide * SIDE, k0 = blockIdx.x % blocks % wide * SIDE;
     const long long part = blockIdx.x / blocks, first = part * p.rows;
-    const int of_b = static_cast<int>(min(p.k - k0, 1LL * SIDE));
-    const int rows = static_cast<int>(min(p.rows, p.m - first)), k_tiles = (rows + BLOCK_K - 1) / BLOCK_K;
+    const int of_b = int(min(p.k - k0, 1LL * SIDE));
+    const int rows = int(min(p.rows, p.m - first)), k_tiles = (rows + BLOCK_K - 1) / BLOCK_K;
     if (threadIdx.x >= CONSUMERS) {
         give_registers<PRODUCER_REGISTERS>();
         const ChunkCopies all = {a + first * p.lda + n0,
                                  b + first * p.ldb + k0,
                                  p.lda,
                                  p.ldb,
-                                 static_cast<int>(min(p.n - n0, 1LL * SIDE)),
+                                 int(min(p.n - n0, 1LL * SIDE)),
                                  of_b,
                                  rows,
                                  k_tiles};

@@ -54,8 +54,8 @@ struct BeforeY {
             for (int j = 0; j < VEC; ++j)
                 if (j < inside) {
                     const double* at = saved_of(p, saved, col) + col + j;
-                    slope.at[j] = static_cast<G>(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * saved_pitch(p)]);
-                    offset.at[j] = static_cast<G>(at[SAVED_OFFSET * saved_pitch(p)]);
+                    slope.at[j] = G(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * saved_pitch(p)]);
+                    offset.at[j] = G(at[SAVED_OFFSET * saved_pitch(p)]);
                     if (!TRAINING) {
                         const HighLow<G> parts(at[SAVED_MEAN * p.n]);
                         mean.at[j] = parts.high;
@@ -69,8 +69,8 @@ struct BeforeY {
         if constexpr (!ACTIVE) return dy;
         if constexpr (IDENTITY) return Activation<T>::gradient(dy, d);
         const G u = fma(slope.at[j], TRAINING ? d : (d - mean.at[j]) - mean_low.at[j], offset.at[j]);
-        // round u to the type in which y was computed: for few rows G is wider
-        return Activation<T>::gradient(dy, static_cast<G>(static_cast<decltype(to_float(T()))>(u)));
+        const decltype(to_float(T())) rounded = u;  // to the type in which y was computed: for few rows G is wider
+        return Activation<T>::gradient(dy, G(rounded));
     }
 };
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows,
         for (int i = 0; i < SUMS; ++i)
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
-                const double before_it = sums[i][j], v = static_cast<double>(sums_of[i][j].high) + sums_of[i][j].low;
+                const double before_it = sums[i][j], v = double(sums_of[i][j].high) + sums_of[i][j].low;
                 sums[i][j] += v;
                 if constexpr (FLOAT64) low[i][j] += rest_of_sum(before_it, v, sums[i][j]);
             }
@@ -117,7 +117,7 @@ __device__ inline void load_centre(const BackwardProblem& p, const double* saved
     if (!TRAINING && !IDENTITY) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            if (j < inside) centre[j] = static_cast<G>(saved[SAVED_CENTRE * p.n + col + j]);
+            if (j < inside) centre[j] = G(saved[SAVED_CENTRE * p.n + col + j]);
     }
 }
 
@@ -137,7 +137,7 @@ __device__ inline void merge_splits(const BackwardProblem& p, const char* worksp
     if (part < parts && c < p.n) {
         const double* at = reinterpret_cast<const double*>(workspace) + part * SUMS * p.n + c;
 #pragma unroll 1
-        for (int left = count_every(static_cast<int>(p.splits), part, parts); left > 0; left -= AT_ONCE) {
+        for (int left = count_every(int(p.splits), part, parts); left > 0; left -= AT_ONCE) {
             ColumnSums next[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i, at += step)
@@ -199,7 +199,7 @@ struct Projection {
             const double inverse = 1.0 / rows;
             centre = sums[2] * inverse;
             const double square = of(SAVED_REST) + of(SAVED_RATE) * (sums[3] * inverse - centre * centre);
-            stretch = rsqrtf(static_cast<float>(square));
+            stretch = rsqrtf(float(square));
             stretch *= 1.5 - 0.5 * square * stretch * stretch;  // Newton's step: from 22 bits to 44
         }
         E = COUNT == 4 ? of_part(S, sums[1]) : sums[1];
@@ -248,18 +248,18 @@ __device__ inline void store_coefficients(const Factors& of, const Projection& b
     if (!TRAINING) return;
     const double a = of(SAVED_A);
     const double rate = by.stretch * of(SAVED_RATE) * by.E / by.rows, mean = by.S / by.rows - by.centre * rate;
-    const G mean_high = static_cast<G>(mean);
-    coefficients[DG_A * pitch + at] = static_cast<G>(a);
+    const G mean_high = G(mean);
+    coefficients[DG_A * pitch + at] = G(a);
     coefficients[DG_MEAN * pitch + at] = mean_high;
-    coefficients[DG_MEAN_LOW * pitch + at] = static_cast<G>(isfinite(mean_high) ? mean - mean_high : 0.0);
-    coefficients[DG_RATE * pitch + at] = static_cast<G>(rate);
+    coefficients[DG_MEAN_LOW * pitch + at] = G(isfinite(mean_high) ? mean - mean_high : 0.0);
+    coefficients[DG_RATE * pitch + at] = G(rate);
 }
 
 // Stores everything of size O for feature c: the gradients, if `gradients` is true, and the coefficients.
 __device__ inline void store_feature(const BackwardProblem& p, const Factors& of, const ColumnSums& sums,
                                      bool gradients, void* to_bias, void* to_scale, void* to_gamma, void* to_beta,
                                      G* coefficients, long long pitch, long long at) {
-    const Projection by(static_cast<double>(p.m), of, sums.of);
+    const Projection by(double(p.m), of, sums.of);
     if (gradients) store_gradients(p, of, by.S, by.E, to_bias, to_scale, to_gamma, to_beta);
     store_coefficients(of, by, coefficients, pitch, at);
 }
@@ -288,12 +288,12 @@ __device__ inline void sums_to_post(const BackwardProblem& p, const D* d, const 
     if constexpr (SUMS < POSTS)
 #pragma unroll 1
         for (long long row = 0; row < p.m; ++row) {  // few rows
-            const double deviation = static_cast<double>(to_float(d[row * p.ldd + of.c]));
+            const double deviation = double(to_float(d[row * p.ldd + of.c]));
             posts[2] += deviation;
             posts[3] += deviation * deviation;
         }
     scale_sums(posts, of(SAVED_UNIT));
-    shift_sums(posts, static_cast<double>(p.m), of(SAVED_OF_MEAN));
+    shift_sums(posts, double(p.m), of(SAVED_OF_MEAN));
 }
 
 // Posts this rank's sums of a feature, and with the first feature also the header.
@@ -301,7 +301,7 @@ __device__ inline void post_sums(const BackwardExchange& exchange, const Backwar
                                  const Factors& of, const ColumnSums& sums) {
     double posts[POSTS];
     sums_to_post(p, d, of, sums, posts);
-    if (of.c == 0) exchange.post_header(static_cast<double>(p.m));
+    if (of.c == 0) exchange.post_header(double(p.m));
     exchange.post_feature(of.c, posts);
 }
 
@@ -336,7 +336,7 @@ struct Coefficients {
         } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
-                if (j < inside) a.at[j] = IDENTITY ? G(1) : static_cast<G>(saved[SAVED_A * p.n + col + j]);
+                if (j < inside) a.at[j] = IDENTITY ? G(1) : G(saved[SAVED_A * p.n + col + j]);
         }
     }
 

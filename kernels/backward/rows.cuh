@@ -90,11 +90,11 @@ struct BackwardRows {
           vector_dy(p.vector_dy) {}
     __device__ __forceinline__ void copy(int i, int stage) const {
         uint4* to = pipeline + stage * WORDS * THREADS;
-        if (vector_dy) copy_async(to, dy + i * dy_step, inside * static_cast<int>(sizeof(T)));
+        if (vector_dy) copy_async(to, dy + i * dy_step, inside * int(sizeof(T)));
         if (d == nullptr) return;
 #pragma unroll
         for (int j = 1; j < WORDS; ++j) {
-            const int left = inside * static_cast<int>(sizeof(D)) - 16 * (j - 1);
+            const int left = inside * int(sizeof(D)) - 16 * (j - 1);
             copy_async(to + j * THREADS, d + i * d_step + (j - 1) * 16 / sizeof(D), max(min(left, 16), 0));
         }
     }

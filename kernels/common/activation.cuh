@@ -22,7 +22,7 @@
 #define ACTIVATION_PARAMETER 0.0  // a double within float32's range
 #endif
 template <typename W>
-constexpr W PARAMETER = static_cast<W>(ACTIVATION_PARAMETER);
+constexpr W PARAMETER = W(ACTIVATION_PARAMETER);
 
 // The largest u that becomes zero in T: half of T's least number, which rounds to even.
 template <typename T>
@@ -249,8 +249,8 @@ constexpr bool in_units<__half> = true;
 template <typename T, typename K, typename G>
 __device__ __forceinline__ K deviation(G g, G mean, G mean_low, G d, G slope, G offset, G& u) {
     if constexpr (sizeof(K) > sizeof(G)) {
-        const K exact = (static_cast<K>(g) - mean) - mean_low;
-        if (Activation<T>::JUMPS) u = fma(static_cast<K>(slope), exact, static_cast<K>(offset));
+        const K exact = (K(g) - mean) - mean_low;
+        if (Activation<T>::JUMPS) u = fma(K(slope), exact, K(offset));
         return exact;
     } else {
         return settle<T, K>(d, slope, offset);

@@ -4,7 +4,7 @@
 // Copies 16 bytes. Bytes beyond `inside` are not read; zeros take their place.
 __device__ inline void copy_async(uint4* to, const void* from, int inside = 16) {
 #if __CUDA_ARCH__ >= 800
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    const unsigned at = unsigned(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(inside) : "memory");
 #else
     uint4 whole = {};
@@ -18,7 +18,7 @@ __device__ inline void copy_async(uint4* to, const void* from, int inside = 16) 
 // Copies 4 bytes, or writes zero if `inside` is 0.
 __device__ inline void copy_async(float* to, const float* from, int inside = 4) {
 #if __CUDA_ARCH__ >= 800
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    const unsigned at = unsigned(__cvta_generic_to_shared(to));
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(from), "r"(inside) : "memory");
 #else
     *to = inside == 4 ? *from : 0.0f;

@@ -16,7 +16,7 @@ struct Totals {
 template <int THREADS, int VEC, int SUMS>
 __device__ __forceinline__ void total(Totals<THREADS, VEC, SUMS>& shared, int row_threads, double (&sums)[SUMS][VEC],
                                       double (&of_column)[SUMS]) {
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+    const int thread = int(threadIdx.x), lane = thread % 32;
 #pragma unroll
     for (int j = 0; j < VEC; ++j)
 #pragma unroll
@@ -66,7 +66,7 @@ struct ClusterTotals {
                 mbar_init(&here, 1);
                 asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
                 const int own = EVERYWHERE ? columns : (columns + CLUSTER - 1 - rank) / CLUSTER;
-                mbar_expect(&here, CLUSTER * own * PAIRS * static_cast<int>(sizeof(double2)));
+                mbar_expect(&here, CLUSTER * own * PAIRS * int(sizeof(double2)));
             }
             __syncthreads();
             asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

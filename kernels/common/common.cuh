@@ -37,7 +37,7 @@ __device__ inline void from_float(double v, double& out) { out = v; }
 // thirty instructions. The reciprocal exceeds 2^62 / d by at most 1, so the quotient errs by less than 2^-31 before it
 // is truncated.
 __device__ __forceinline__ int quotient(unsigned a, unsigned long long reciprocal) {
-    return static_cast<int>(__umul64hi(4ULL * a, reciprocal));
+    return int(__umul64hi(4ULL * a, reciprocal));
 }
 
 // A product that does not flush subnormal numbers to zero. Kernels are compiled with .ftz, which does.
@@ -74,8 +74,7 @@ struct Places {
     int column, row;    // this thread's first column and row among these
 
     __device__ explicit Places(long long row_threads_) {  // without divisions: each takes about twenty instructions
-        const int row_threads = static_cast<int>(row_threads_), thread = static_cast<int>(threadIdx.x),
-                  shift = 31 - __clz(row_threads);
+        const int row_threads = int(row_threads_), thread = int(threadIdx.x), shift = 31 - __clz(row_threads);
         columns = row_threads * VEC;
         rows = THREADS >> shift;
         column = (thread & (row_threads - 1)) * VEC;
@@ -83,9 +82,7 @@ struct Places {
     }
     // How many blocks of columns n columns make. There is no 64-bit division, which would take about a hundred
     // instructions.
-    __device__ unsigned blocks(long long n) const {
-        return static_cast<unsigned>((n + columns - 1) >> (31 - __clz(columns)));
-    }
+    __device__ unsigned blocks(long long n) const { return unsigned((n + columns - 1) >> (31 - __clz(columns))); }
 };
 
 // How the THREADS threads of a CTA share `columns` columns, a power of two. Each thread has one column; `parts` threads
@@ -95,7 +92,7 @@ struct Sharers {
     int column, part, parts;
 
     __device__ explicit Sharers(int columns) {
-        const int thread = static_cast<int>(threadIdx.x), shift = 31 - __clz(columns);
+        const int thread = int(threadIdx.x), shift = 31 - __clz(columns);
         column = thread & (columns - 1);
         part = thread >> shift;
         parts = THREADS >> shift;
@@ -122,19 +119,19 @@ struct Fetched {
         R wide;
 #if CONCURRENT_WITH_MMA
         switch (kind) {
-            case KIND_FLOAT32: widen(__uint_as_float(static_cast<unsigned>(bits)), wide); return wide;
-            case KIND_FLOAT64: return static_cast<R>(__longlong_as_double(bits));
-            case KIND_FLOAT16: return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-            case KIND_BFLOAT16: return __bfloat162float(__ushort_as_bfloat16(static_cast<unsigned short>(bits)));
+            case KIND_FLOAT32: widen(__uint_as_float(unsigned(bits)), wide); return wide;
+            case KIND_FLOAT64: return R(__longlong_as_double(bits));
+            case KIND_FLOAT16: return __half2float(__ushort_as_half(bits));
+            case KIND_BFLOAT16: return __bfloat162float(__ushort_as_bfloat16(bits));
             default: return absent;
         }
 #else
-        const unsigned short half = static_cast<unsigned short>(bits);
-        float v = __uint_as_float(static_cast<unsigned>(bits));
+        const unsigned short half = bits;
+        float v = __uint_as_float(unsigned(bits));
         v = kind == KIND_FLOAT16 ? __half2float(__ushort_as_half(half)) : v;
         v = kind == KIND_BFLOAT16 ? __bfloat162float(__ushort_as_bfloat16(half)) : v;
         widen(v, wide);
-        wide = kind == KIND_FLOAT64 ? static_cast<R>(__longlong_as_double(bits)) : wide;
+        wide = kind == KIND_FLOAT64 ? R(__longlong_as_double(bits)) : wide;
         return kind == KIND_ABSENT ? absent : wide;
 #endif
     }
@@ -142,7 +139,7 @@ struct Fetched {
 
 __device__ inline Fetched fetch(const void* p, long long code, long long i) {
     const long long at = i * (code >> 3);  // arithmetic shift: strides may be negative
-    Fetched f = {static_cast<int>(code & 7), 0};
+    Fetched f = {int(code & 7), 0};
 #if CONCURRENT_WITH_MMA
     if (f.kind == KIND_FLOAT32) {
         f.bits = static_cast<const unsigned*>(p)[at];
@@ -167,8 +164,8 @@ __device__ inline void round_to(float v, __nv_bfloat16& out) { out = __float2bfl
 template <typename R>
 __device__ inline void store_vector(void* p, long long code, long long i, R v) {
     const long long at = i * (code >> 3);
-    switch (static_cast<int>(code & 7)) {
-        case KIND_FLOAT32: static_cast<float*>(p)[at] = static_cast<float>(v); break;
+    switch (int(code & 7)) {
+        case KIND_FLOAT32: static_cast<float*>(p)[at] = float(v); break;
         case KIND_FLOAT64: static_cast<double*>(p)[at] = v; break;
         case KIND_FLOAT16: round_to(v, static_cast<__half*>(p)[at]); break;
         case KIND_BFLOAT16: round_to(v, static_cast<__nv_bfloat16*>(p)[at]); break;
@@ -263,8 +260,7 @@ struct LongSum {
 template <typename G>
 struct HighLow {
     G high, low;
-    __device__ explicit HighLow(double v)
-        : high(static_cast<G>(v)), low(static_cast<G>(isfinite(high) ? v - high : 0.0)) {}
+    __device__ explicit HighLow(double v) : high(G(v)), low(G(isfinite(high) ? v - high : 0.0)) {}
 };
 
 template <typename G>
@@ -272,8 +268,8 @@ __device__ inline void store_affine(G* affine, long long pitch, long long i, dou
     const HighLow<G> parts(mean);
     affine[AFFINE_MEAN * pitch + i] = parts.high;
     affine[AFFINE_MEAN_LOW * pitch + i] = parts.low;
-    affine[AFFINE_A * pitch + i] = static_cast<G>(a);
-    affine[AFFINE_BETA * pitch + i] = static_cast<G>(beta);
+    affine[AFFINE_A * pitch + i] = G(a);
+    affine[AFFINE_BETA * pitch + i] = G(beta);
 }
 
 // If g was computed from limbs, its M2 is multiplied by M2_OF_LIMBS, so that the variance is unbiased. The tensor core

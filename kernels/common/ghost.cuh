@@ -16,16 +16,16 @@ struct Column {
     template <typename P>
     __device__ __forceinline__ Column(const P& p, long long col) : feature(col), left(p.n - col) {
 #if GHOST
-        const unsigned pitch = static_cast<unsigned>(p.ghost_pitch), ghost = static_cast<unsigned>(col) / pitch;
+        const unsigned pitch = unsigned(p.ghost_pitch), ghost = unsigned(col) / pitch;
         first_row = ghost * p.m;
-        feature = col - static_cast<long long>(ghost) * pitch;
+        feature = col - 1LL * ghost * pitch;
         left = left > 0 ? p.features - feature : 0;
 #endif
     }
     // How many of VEC columns from this one on exist.
     template <int VEC>
     __device__ __forceinline__ int inside() const {
-        return static_cast<int>(max(min(left, static_cast<long long>(VEC)), 0LL));
+        return int(max(min(left, 1LL * VEC), 0LL));
     }
     // The offset in a matrix of these pitches, in elements.
     __device__ __forceinline__ long long at(long long row_pitch, long long col_pitch = 1) const {
@@ -37,7 +37,7 @@ struct Column {
 template <typename P>
 __device__ __forceinline__ long long feature_of(const P& p, long long c) {
 #if GHOST
-    return min(static_cast<long long>(static_cast<unsigned>(c) % static_cast<unsigned>(p.ghost_pitch)), p.features - 1);
+    return min(1LL * (unsigned(c) % unsigned(p.ghost_pitch)), p.features - 1);
 #else
     return c;
 #endif
@@ -56,8 +56,8 @@ __device__ __forceinline__ long long saved_pitch(const P& p) {
 template <typename P, typename Saved>
 __device__ __forceinline__ Saved* saved_of(const P& p, Saved* saved, long long c) {
 #if GHOST
-    const unsigned pitch = static_cast<unsigned>(p.ghost_pitch), ghost = static_cast<unsigned>(c) / pitch;
-    return saved + static_cast<long long>(ghost) * (SAVED_ROWS - 1) * pitch;
+    const unsigned pitch = unsigned(p.ghost_pitch), ghost = unsigned(c) / pitch;
+    return saved + 1LL * ghost * (SAVED_ROWS - 1) * pitch;
 #else
     return saved;
 #endif
@@ -66,7 +66,7 @@ __device__ __forceinline__ Saved* saved_of(const P& p, Saved* saved, long long c
 // How many ghost batches there are.
 template <typename P>
 __device__ __forceinline__ long long ghosts_of(const P& p) {
-    return static_cast<unsigned>(p.n) / static_cast<unsigned>(p.ghost_pitch);
+    return unsigned(p.n) / unsigned(p.ghost_pitch);
 }
 
 // By how much a call raises num_batches_tracked: each ghost batch counts.

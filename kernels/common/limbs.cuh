@@ -9,8 +9,8 @@ struct LimbScale {
     __device__ explicit LimbScale(float top) {
         const int e = max(__float_as_int(top) >> 23,
                           29);  // biased exponent; this minimum costs no digits: float16's least number divides all
-        there = __uint_as_float(static_cast<unsigned>(268 - e) << 23);
-        back = __uint_as_float(static_cast<unsigned>(e - 28) << 23);
+        there = __uint_as_float(unsigned(268 - e) << 23);
+        back = __uint_as_float(unsigned(e - 28) << 23);
     }
 };
 

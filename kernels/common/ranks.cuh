@@ -62,11 +62,11 @@ struct Exchange {
         : ranks(ranks),
           gathered(gathered),
           pitch(pitch),
-          signature(static_cast<double>(signature)),
+          signature(double(signature)),
           call(*static_cast<volatile unsigned long long*>(&ranks->call) + 1),
           deadline(time() + ranks->timeout),
-          rank(static_cast<int>(ranks->rank)),
-          size(static_cast<int>(ranks->size)),
+          rank(int(ranks->rank)),
+          size(int(ranks->size)),
           letters(ranks->letters) {
         if (gathered == nullptr) own = ranks->mailbox[rank] + row(0);
     }

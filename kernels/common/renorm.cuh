@@ -20,8 +20,8 @@ struct Limits {
     template <typename P>
     __device__ Limits(const P& p, const void* renorm, long long batches) {
         if (p.warmup > 0 && batches < p.warmup) return;
-        r_max = fetch(renorm, p.renorm, 0).or_else(static_cast<R>(p.r_max));
-        d_max = fetch(renorm, p.renorm, 1).or_else(static_cast<R>(p.d_max));
+        r_max = fetch(renorm, p.renorm, 0).or_else(R(p.r_max));
+        d_max = fetch(renorm, p.renorm, 1).or_else(R(p.d_max));
     }
 #else
     Limits() = default;

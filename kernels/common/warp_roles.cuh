@@ -2,7 +2,7 @@
 // memory of this CTA and of other CTAs of the cluster, and stores to other CTAs. No kernels.
 #pragma once
 
-__device__ __forceinline__ unsigned smem(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ unsigned smem(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
 // Changes the number of registers of each thread of a warpgroup; all warps of the warpgroup call this.
 template <int REGISTERS>

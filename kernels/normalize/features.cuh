@@ -114,22 +114,22 @@ struct Feature {
             a *= by.ratio;
             offset = fma(of.gamma, by.shift, of.beta);
         }
-        if (centre != mean) offset -= static_cast<G>(a) * (mean - centre);
+        if (centre != mean) offset -= G(a) * (mean - centre);
     }
 
     // Stores what the backward needs, if there is one.
     __device__ __forceinline__ void save(const ForwardProblem& p, long long c, double* saved) const {
         if (saved == nullptr) return;
         const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
-        store_saved(saved_of(p, saved, c), saved_pitch(p), c, of.s, of.gamma, v, p.eps, mean - centre, unit,
-                    static_cast<G>(a), static_cast<G>(offset), by.ratio, by.shift);
+        store_saved(saved_of(p, saved, c), saved_pitch(p), c, of.s, of.gamma, v, p.eps, mean - centre, unit, G(a),
+                    G(offset), by.ratio, by.shift);
     }
     // Updates the running statistics, if there are any. `batches` is the count before this batch. With GHOST it stores
     // the statistics of this ghost batch instead.
     __device__ __forceinline__ void track(const ForwardProblem& p, long long c, long long batches, void* running_mean,
                                           void* running_var) const {
         if (p.running_mean == 0) return;
-        const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
+        const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / double(batches + 1) : p.momentum;
         const double to_mean = of.s * (mean + of.b), to_var = of.s * of.s * (m2 / (rows - 1.0));
         if constexpr (GHOST) {  // track_ghosts updates the running statistics, ghost batch after ghost batch
             static_cast<double*>(running_mean)[c] = to_mean;
@@ -146,7 +146,7 @@ struct Feature {
 // at most 16.
 __device__ __forceinline__ Vector<G, VEC> near_first(const G* from, long long pitch, long long rows, int inside) {
     if (sizeof(G) == 4) return load<G, VEC>(from, inside);
-    const int groups = rows <= 16 ? 1 : 3, of_group = rows <= 16 ? static_cast<int>(rows) : 4;
+    const int groups = rows <= 16 ? 1 : 3, of_group = rows <= 16 ? int(rows) : 4;
     const G inverse = G(1) / of_group;
     Vector<G, VEC> mean[3] = {};
 #pragma unroll
@@ -184,7 +184,7 @@ __device__ __forceinline__ void add_group(const G* from, long long step, int cou
     for (int j = 0; j < VEC; ++j) {
         G centre = 0;  // terms are scaled before they are added, so that the sum overflows only if the mean does
 #pragma unroll
-        for (int i = 0; i < GROUP; ++i) centre = fma(at[i].at[j], static_cast<G>(inverse), centre);
+        for (int i = 0; i < GROUP; ++i) centre = fma(at[i].at[j], G(inverse), centre);
         G left = 0, squares = 0;  // left: the sum of the d, which is not 0 because `centre` is rounded
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void add_group(const G* from, long long step, int cou
             squares += d * d;
         }
         const double shift = left * inverse;
-        const double d = static_cast<double>(centre) - pivot.at[j] + shift;
+        const double d = double(centre) - pivot.at[j] + shift;
         first[j] += count * d;
         second[j] += squares - shift * left + count * d * d;
     }
@@ -206,7 +206,7 @@ __device__ __forceinline__ void add_rows(const G* from, long long row, long long
                                          double (&second)[VEC]) {
     const long long step = at_once * pitch;
     for (; row < end; row += GROUP * at_once, from += GROUP * step) {
-        const int left = static_cast<int>(min(end - row, static_cast<long long>(GROUP * at_once)));
+        const int left = int(min(end - row, 1LL * (GROUP * at_once)));
         const int count = left == GROUP * at_once ? GROUP : (left + at_once - 1) / at_once;
         add_group<GROUP>(from, step, count, inside, pivot, first, second);
     }
@@ -240,7 +240,7 @@ __device__ inline double centre_near(double middle, const G* g, const ForwardPro
     if (!(fabs(middle - first) <= 4.0 * spread)) return first;
     if (sizeof(G) == 8) return middle;
     const double unit = unit_near(spread) / 256.0;
-    return static_cast<double>(static_cast<G>(rint(middle / unit) * unit));
+    return double(G(rint(middle / unit) * unit));
 }
 
 // The constants of feature c from the running statistics, for inference.
@@ -253,7 +253,7 @@ __device__ __forceinline__ void store_running(const ForwardProblem& p, long long
     const double middle = (s == 0.0 ? 0.0 : of.mean / s) - b;
     constexpr double LEAST = sizeof(G) == 8 ? 2.2250738585072014e-308 : 1.1754943508222875e-38;  // normal number
     const double a = gamma_r * s;
-    const bool within = s != 0.0 && isfinite(static_cast<G>(middle)) && (fabs(a) >= LEAST || gamma_r == 0.0);
+    const bool within = s != 0.0 && isfinite(G(middle)) && (fabs(a) >= LEAST || gamma_r == 0.0);
     const double mean = within ? middle : 0.0;
     const double offset = (within ? 0.0 : gamma_r * fma(s, b, -of.mean)) + of.beta;
     store_affine(affine, pitch, at, mean, a, offset);
@@ -269,5 +269,5 @@ __device__ __forceinline__ void store_running(const ForwardProblem& p, long long
     saved[SAVED_Z * p.n + c] = fma(s, rest, fma(s, biased, -of.mean));
     saved[SAVED_S * p.n + c] = s;
     saved[SAVED_MEAN * p.n + c] = mean;
-    saved[SAVED_OFFSET * p.n + c] = static_cast<G>(offset);
+    saved[SAVED_OFFSET * p.n + c] = G(offset);
 }

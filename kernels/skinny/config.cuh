@@ -54,7 +54,7 @@ constexpr int STAGES = PIPELINE_WORDS / WARPS / TILE_WORDS;
 // How many parts of CHUNKS chunks a row has: one; with limbs, one or more.
 template <typename P>
 __device__ inline int parts_of(const P& p) {
-    return BY_LIMBS ? static_cast<int>((p.k + CHUNKS * CHUNK - 1) / (CHUNKS * CHUNK)) : 1;
+    return BY_LIMBS ? int((p.k + CHUNKS * CHUNK - 1) / (CHUNKS * CHUNK)) : 1;
 }
 // How many words FEATURES rows of the weight take in shared memory (load_weight).
 template <typename P>

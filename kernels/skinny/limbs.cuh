@@ -25,10 +25,10 @@ template <bool WORDS, typename P>
 __device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weight, float* back) {
     constexpr int SHARE = 8;  // neighbouring threads that share a feature
     constexpr int BATCH = 8;  // reads of a thread in flight
-    const int steps = parts_of(p) * 8, share = threadIdx.x % SHARE, n = static_cast<int>(p.n) - first;
+    const int steps = parts_of(p) * 8, share = threadIdx.x % SHARE, n = int(p.n) - first;
     for (int feature = threadIdx.x / SHARE; feature < FEATURES; feature += CTA / SHARE) {
         const T* row = w + (first + feature) * p.ldw;
-        const int k = feature < n ? static_cast<int>(p.k) : 0;
+        const int k = feature < n ? int(p.k) : 0;
         Vector<T, 4> v[BATCH];
         const auto read = [&](int batch) {
 #pragma unroll
@@ -126,7 +126,7 @@ struct LimbsOfX {
 
     // Issues the products with a part of the weight. `sums` is their sum after `end` has waited.
     __device__ __forceinline__ void begin(float (&sums)[2 * LANE_FEATURES], const uint4* weight) const {
-        const unsigned long long w = operand_descriptor(static_cast<unsigned>(__cvta_generic_to_shared(weight)), 0);
+        const unsigned long long w = operand_descriptor(unsigned(__cvta_generic_to_shared(weight)), 0);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4 * CHUNKS; ++i) {

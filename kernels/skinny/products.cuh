@@ -138,7 +138,7 @@ struct ByWgmma {
 #pragma unroll
         for (int i = threadIdx.x; i < FEATURES * OF_ROW; i += TEAM * TEAMS) {  // all loads are in flight at once
             const int f = i / OF_ROW, k = i % OF_ROW * VEC;
-            const int inside = f < features ? static_cast<int>(max(min(p.k - k, 1LL * VEC), 0LL)) : 0;
+            const int inside = f < features ? int(max(min(p.k - k, 1LL * VEC), 0LL)) : 0;
             const T* from = w + f * p.ldw + k;
             Vector<T, VEC> v = {};
             if (whole && inside == VEC)
@@ -167,7 +167,7 @@ struct ByWgmma {
     // each element of dx, and may overlap x.
     __device__ __forceinline__ void take(const uint4* dg, uint4* room, const uint4* x, const T* weight, T* to, int left,
                                          int k, ClusterBarriers& barriers, int phase) {
-        const auto at = [](const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); };
+        const auto at = [](const void* p) { return unsigned(__cvta_generic_to_shared(p)); };
         constexpr int NEXT_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // added to a descriptor by 16 of k; bytes of a block
         const auto dg_k_major = operand_descriptor(at(dg), 16), dg_mn_major = operand_descriptor(at(dg), BLOCK);
         const int input0 = group() * OF_DX;

@@ -16,7 +16,7 @@ __device__ inline void load_weight(const P& p, const T* w, int first, uint4* wei
     for (int i = threadIdx.x; i < FEATURES * PIECES; i += CTA) {
         const int feature = i / PIECES, piece = i % PIECES, k = piece * WORD;
         const T* from = w + (first + feature) * p.ldw + k;
-        const int inside = first + feature < p.n ? static_cast<int>(max(min(p.k - k, 1LL * WORD), 0LL)) : 0;
+        const int inside = first + feature < p.n ? int(max(min(p.k - k, 1LL * WORD), 0LL)) : 0;
         const bool at_once = inside == WORD && p.flags & FLAG_VECTOR_W;
         Vector<T, WORD> v;
         if (at_once) v = *reinterpret_cast<const Vector<T, WORD>*>(from);
@@ -80,15 +80,15 @@ struct Tiles {
           parts(parts_of(p)),
           begin(cta * p.stats_rows),
           end(min(begin + p.stats_rows, p.m)),
-          tiles(static_cast<int>((end - begin + BLOCK_ROWS - 1) / BLOCK_ROWS)),
+          tiles(int((end - begin + BLOCK_ROWS - 1) / BLOCK_ROWS)),
           ldx(p.ldx),
           step(BACKWARDS ? -BLOCK_ROWS : BLOCK_ROWS),
           lane(threadIdx.x % LANES),
           whole(p.k == parts * CHUNKS * CHUNK) {
         const int warp = threadIdx.x / LANES, quarter = lane % 4;
         pipeline = pipelines + warp * STAGES * TILE_WORDS;
-        row0 = begin + warp * ROWS + (BACKWARDS ? (tiles - 1) * static_cast<long long>(BLOCK_ROWS) : 0);
-        bytes = static_cast<int>(p.k - quarter * WORD) * static_cast<int>(sizeof(T));
+        row0 = begin + warp * ROWS + (BACKWARDS ? 1LL * BLOCK_ROWS * (tiles - 1) : 0);
+        bytes = int(p.k - quarter * WORD) * int(sizeof(T));
         from = x + (row0 + lane / 4) * ldx + quarter * WORD;
         first = row0;
 #pragma unroll 1

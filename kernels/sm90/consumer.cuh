@@ -195,14 +195,14 @@ struct Consumer : Cta {
     // aligned alike. A lane has 4 bytes of a row. If they straddle two words of y, the lane stores the word that begins
     // in its neighbour's bytes; two bytes remain at either end of the row.
     __device__ __forceinline__ void store_pieces(const char* staging, int row0, int column, int lane) const {
-        const int rows = min((int)m - row0, PASS_M);
+        const int rows = min(int(m) - row0, PASS_M);
 #pragma unroll 1
         for (int box = 0; box < BOXES; box++) {
             const int col0 = column + box * (64 / BOXES);
             const int left =
-                min((int)n - col0, 64) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's first one on
-            char* to = y + (row0 + warp) * y_pitch + (size_t)col0 * Y_BYTES + 4 * lane;
-            const bool straddles = !FLOAT32 && (size_t)to & 2, begins_before = straddles && lane > 0;
+                min(int(n) - col0, 64) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's first one on
+            char* to = y + (row0 + warp) * y_pitch + size_t(col0) * Y_BYTES + 4 * lane;
+            const bool straddles = !FLOAT32 && size_t(to) & 2, begins_before = straddles && lane > 0;
             const bool word = begins_before ? left >= 2 : !straddles && left >= 4;
             const bool half_word = begins_before ? left == 0 : !FLOAT32 && (straddles ? left >= 2 : left == 2);
             const bool last_half = straddles && lane == 31 && left >= 4;
@@ -211,11 +211,11 @@ struct Consumer : Cta {
             int from = box * (PASS_M * 128) + warp * 128 + (((lane / 4) ^ warp) << 4) + (lane & 3) * 4;
 #pragma unroll 4
             for (int r = warp; r < rows; r += 4) {
-                const u32 own = *(const u32*)(staging + from);
+                const u32 own = *reinterpret_cast<const u32*>(staging + from);
                 const u32 piece = FLOAT32 ? own : __byte_perm(__shfl_up_sync(0xFFFFFFFF, own, 1), own, bytes);
-                if (word) *(u32*)to = piece;
-                if (half_word) *(unsigned short*)to = (unsigned short)piece;
-                if (last_half) *(unsigned short*)(to + 4) = (unsigned short)(own >> 16);
+                if (word) *reinterpret_cast<u32*>(to) = piece;
+                if (half_word) *reinterpret_cast<unsigned short*>(to) = piece;
+                if (last_half) *reinterpret_cast<unsigned short*>(to + 4) = own >> 16;
                 from = (from ^ 64) + 4 * 128;  // chunk c of row r lies at c ^ (r & 7)
                 to += 4 * y_pitch;
             }
@@ -241,8 +241,8 @@ struct Consumer : Cta {
                     const int r = i / 4 * 8 + Accumulator::first_column(lane) + Accumulator::odd(i);  // its column
                     const int of_eight = feature_of(lane);
                     const int c = (warp & 1) * 4 + Accumulator::row_half(i) * 2 + of_eight / 4;
-                    *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
-                              (of_eight & 3) * 4) = e[i];
+                    *reinterpret_cast<float*>(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
+                                              (of_eight & 3) * 4) = e[i];
                 }
             } else {
                 const auto packed = [&](int j, int h) {
@@ -314,7 +314,7 @@ struct Consumer : Cta {
     // MODE_TRAINING: turns g into deviations from the tile's centres, which wait in y's memory for the epilogue. For the
     // CTA's last tile it turns g into y at once.
     __device__ __forceinline__ void normalize(float (&d)[ACC], int row, int block, int lane) const {
-        const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
+        const int rows = min(int(m) - row * BLOCK_M, BLOCK_M);
         float mean[2], m2[2];
         centre(d, rows, lane, mean, m2);
         mbar_wait(&sh.agreed, 0);
@@ -322,7 +322,7 @@ struct Consumer : Cta {
         const int h = lane & 1;
         const float own = h ? mean[1] : mean[0];
         if ((lane & 2) == 0)
-            publish(partial + ((size_t)block * scheduler.rows + row) * BLOCK_N + within + 8 * h, own, h ? m2[1] : m2[0],
+            publish(partial + (size_t(block) * scheduler.rows + row) * BLOCK_N + within + 8 * h, own, h ? m2[1] : m2[0],
                     launch);
         if (lane == 0) hint(&sh.ready);
         if (!DEFERS || cluster_id() + (nth + 1) * clusters >= scheduler.count()) {
@@ -331,7 +331,7 @@ struct Consumer : Cta {
             float shift[2], in_units[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                shift[i] = mean[i] - centre_of(mean[i], m2[i], (float)rows);
+                shift[i] = mean[i] - centre_of(mean[i], m2[i], float(rows));
                 in_units[i] = 1.f / deviation_unit(m2[i], rows);
             }
 #pragma unroll
@@ -345,7 +345,7 @@ struct Consumer : Cta {
     // MODE_CLUSTER_BATCH: turns g of the CTA's only tile into y. The other CTAs of the cluster have the other rows.
     __device__ __forceinline__ void normalize_in_cluster(float (&d)[ACC], int row, int block, int lane) const {
         float mean[2], m2[2];
-        centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
+        centre(d, min(int(m) - row * BLOCK_M, BLOCK_M), lane, mean, m2);
         u64* here = &sh.here[half];
         const int h = lane & 1, mine = within + 8 * h;
 #if RENORM
@@ -368,7 +368,7 @@ struct Consumer : Cta {
             mbar_wait_sent(here, 0);
             merge_feature(Gathered{&sh.gathered[0][mine]}, parts(block), 0, 1, mean_of_all, m2_of_all);
         }
-        const float var = m2_of_all / (float)m;
+        const float var = m2_of_all / float(m);
         mbar_wait(&sh.arguments_ready, 0);
 #if RENORM
         const Corrected u = {sh.arguments[mine], sh.running[mine], sh.limits, mean_of_all, var, f.eps};
@@ -385,7 +385,7 @@ struct Consumer : Cta {
                                                           u64 launch) const {
         mbar_wait(&sh.arguments_ready, 0);
         if constexpr (SAVE_DEVIATIONS) {
-            const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
+            const Merged all = await_merged(merged, features, size_t(block) * BLOCK_N + within + 8 * h, launch);
             epilogue_in_registers(
                 d, row, block, h,
                 epilogue_of(1.f, own - all.centre, all.a, all.unit, all.offset_or(sh.beta[within + 8 * h])));
@@ -396,9 +396,9 @@ struct Consumer : Cta {
                 float m2;
                 const Word* words = words_of(block) + within + 8 * h;
                 merge_feature(Published{words, launch}, parts(block), 0, 1, all.centre, m2);
-                all.a = u.slope(m2 / (float)m, f.eps);
+                all.a = u.slope(m2 / float(m), f.eps);
             } else {
-                all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
+                all = await_merged(merged, features, size_t(block) * BLOCK_N + within + 8 * h, launch);
             }
             epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.centre, all.a, 1.f, u.beta));
         }
@@ -440,8 +440,8 @@ struct Consumer : Cta {
             within = 64 * half + 16 * warp + feature_of(lane);
             const int feature = block * BLOCK_N + within;
             if (is_there(row, block)) {
-                if constexpr (ELEMENT == ELEMENT_LIMBS) load_exponents(w_exponents, (int)n, feature, of_w);
-                if constexpr (BY_LIMBS) unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
+                if constexpr (ELEMENT == ELEMENT_LIMBS) load_exponents(w_exponents, int(n), feature, of_w);
+                if constexpr (BY_LIMBS) unscale(sum, d, x_exponents, int(m), row * BLOCK_M + 2 * (lane & 3), of_w);
                 if constexpr (MODE == MODE_INFERENCE) apply_constants(d, block);
                 if constexpr (MODE == MODE_TRAINING) normalize(d, row, block, lane);
                 if constexpr (MODE == MODE_CLUSTER_BATCH) normalize_in_cluster(d, row, block, lane);

@@ -80,9 +80,9 @@ struct OwnTiles {
     __device__ OwnTiles() = default;
     __device__ explicit OwnTiles(const ForwardSm90Problem& p, int cols) {
         part = quotient(cluster_id(), p.of_rest), col = cluster_id() - part * cols;
-        const int of_part = (int)p.tiles_of_part, longer = (int)p.longer_parts;
+        const int of_part = int(p.tiles_of_part), longer = int(p.longer_parts);
         first = CHANNELS_FIRST ? part * of_part + min(part, longer) : part;
-        step = CHANNELS_FIRST ? 1 : (int)p.parts_alone;
+        step = CHANNELS_FIRST ? 1 : int(p.parts_alone);
         count = of_part + (part < longer);
     }
     // All tiles but the last come a second time, in reverse order: the rows that were read last are still in L2.
@@ -136,7 +136,7 @@ struct Cta {
         int split, row;
     };
     __device__ __forceinline__ OfSplit of_split(int row) const {
-        const int rows = scheduler.rows / (int)p.parts_alone;
+        const int rows = scheduler.rows / int(p.parts_alone);
         return {row / rows, row % rows};
     }
 
@@ -167,22 +167,22 @@ struct Cta {
     // block that a CTA has are one part. MODE_TRAINING merges tiles where a CTA has several: fewer parts are then
     // merged at the end, when all CTAs wait.
     __device__ __forceinline__ RowParts parts(int block) const {
-        const int tiles = MODE == MODE_CLUSTER_BATCH ? ((int)m + BLOCK_M - 1) / BLOCK_M : scheduler.rows;
+        const int tiles = MODE == MODE_CLUSTER_BATCH ? (int(m) + BLOCK_M - 1) / BLOCK_M : scheduler.rows;
         const int count = MODE == MODE_CLUSTER_BATCH ? tiles : part_count(block);
         const int each = count == tiles ? 1 : tiles / count, rest = tiles - each * count, most = each + (rest > 0);
         return {count,
-                (int)m,
+                int(m),
                 (rest ? rest : count) - 1,
-                (float)(most * BLOCK_M),
-                (float)(most * BLOCK_M - (tiles * BLOCK_M - (int)m)),
-                (float)(each * BLOCK_M),
+                float(most * BLOCK_M),
+                float(most * BLOCK_M - (tiles * BLOCK_M - int(m))),
+                float(each * BLOCK_M),
 #if CHANNELS_FIRST
                 samples()
 #endif
         };
     }
     __device__ __forceinline__ int part_count(int block) const {
-        return (int)(block < p.in_panels ? p.parts_in_panels : p.parts_alone);
+        return int(block < p.in_panels ? p.parts_in_panels : p.parts_alone);
     }
     __device__ __forceinline__ bool merges_tiles(int block) const {
         return DEFERS && part_count(block) != scheduler.rows;
@@ -191,11 +191,11 @@ struct Cta {
     // The statistics of the parts of a block's features, [part][BLOCK_N]. The statistics of merged tiles lie behind
     // those of all single tiles.
     __device__ __forceinline__ Word* words_of(int block) const {
-        size_t before = (size_t)block * (MODE == MODE_RECOMPUTE ? (int)p.parts_alone : scheduler.rows);
+        size_t before = size_t(block) * (MODE == MODE_RECOMPUTE ? int(p.parts_alone) : scheduler.rows);
         if (merges_tiles(block)) {
-            const int in_panels = min(block, (int)p.in_panels);
+            const int in_panels = min(block, int(p.in_panels));
             before =
-                (size_t)blocks * scheduler.rows + in_panels * p.parts_in_panels + (block - in_panels) * p.parts_alone;
+                size_t(blocks) * scheduler.rows + in_panels * p.parts_in_panels + (block - in_panels) * p.parts_alone;
         }
         return partial + before * BLOCK_N;
     }

@@ -6,11 +6,11 @@
 // all features of the tile are merged. A lane computes the coefficients of EACH neighbouring features, with all its
 // words in flight at once; shuffles distribute them.
 __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int block, int backoff) const {
-    const u64 launch = *(volatile u64*)&sh.launch;
+    const u64 launch = *static_cast<volatile u64*>(&sh.launch);
     constexpr int EACH = BLOCK_N / 32;
     const int lane = lane_id(), first = block * BLOCK_N + EACH * lane;
     const Word *of_all = merged + first,
-               *of_tile = partial + ((size_t)block * scheduler.rows + row) * BLOCK_N + EACH * lane;
+               *of_tile = partial + (size_t(block) * scheduler.rows + row) * BLOCK_N + EACH * lane;
     Fetched beta[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++)
@@ -34,8 +34,8 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int 
     Epilogue made[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-        const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
-        const float unit_of = deviation_unit(tile[e].y, rows), of_tile = centre_of(tile[e].x, tile[e].y, (float)rows);
+        const int rows = min(int(m) - row * BLOCK_M, BLOCK_M);
+        const float unit_of = deviation_unit(tile[e].y, rows), of_tile = centre_of(tile[e].x, tile[e].y, float(rows));
         const float unit = TWO_WORDS ? units[e].x : 1.f, offset = TWO_WORDS ? units[e].y : beta[e].or_else(0.f);
         made[e] = epilogue_of(unit_of, of_tile - all[e].x, all[e].y, unit, offset);
     }
@@ -62,22 +62,22 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) co
     // slow down the accesses of others to L2
     for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, backoff);
     if (look(&sh.merged_tiles) <= nth)
-        await(merged + (size_t)(block + 1) * BLOCK_N - 1, *(volatile u64*)&sh.launch, backoff);
+        await(merged + size_t(block + 1) * BLOCK_N - 1, *static_cast<volatile u64*>(&sh.launch), backoff);
     constexpr int LANES_PER_ROW = BLOCK_N / VEC_Y,
                   STEP = 32 / LANES_PER_ROW;        // lanes that share a row; rows of an access
     constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; coefficients of deviations take the other registers
     const int lane = lane_id(), feature = block * BLOCK_N + lane % LANES_PER_ROW * VEC_Y;
     const int first = row * BLOCK_M + piece % DEFERRED_PIECES * DEFERRED_ROWS + lane / LANES_PER_ROW;
-    int to_read = feature < n ? (min((int)m - first, DEFERRED_ROWS) + STEP - 1) / STEP : 0,
+    int to_read = feature < n ? (min(int(m) - first, DEFERRED_ROWS) + STEP - 1) / STEP : 0,
         to_write = to_read;  // in accesses
     const size_t step = STEP * y_pitch, deviations_step = STEP * p.ld_deviations * Y_BYTES;
-    char *from = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES, *to = from;
-    char* deviations_at = for_backward.deviations + ((size_t)first * p.ld_deviations + (size_t)feature) * Y_BYTES;
+    char *from = y + size_t(first) * y_pitch + size_t(feature) * Y_BYTES, *to = from;
+    char* deviations_at = for_backward.deviations + (size_t(first) * p.ld_deviations + size_t(feature)) * Y_BYTES;
     // bypass L1, which might hold older lines
     const auto read = [&](uint4(&d)[BATCH]) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++, from += step)
-            if (i < to_read) d[i] = __ldcg((const uint4*)from);
+            if (i < to_read) d[i] = __ldcg(reinterpret_cast<const uint4*>(from));
         to_read -= BATCH;
     };
     Epilogue coef[VEC_Y];
@@ -87,8 +87,8 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) co
             uint4 of_y, of_deviations;
             apply_epilogue(d[i], coef, of_y, of_deviations);
             if (i < to_write) {
-                *(uint4*)to = of_y;
-                if constexpr (SAVE_DEVIATIONS) *(uint4*)deviations_at = of_deviations;
+                *reinterpret_cast<uint4*>(to) = of_y;
+                if constexpr (SAVE_DEVIATIONS) *reinterpret_cast<uint4*>(deviations_at) = of_deviations;
             }
         }
         to_write -= BATCH;

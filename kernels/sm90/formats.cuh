@@ -4,7 +4,7 @@
 #include "sm90/config.cuh"
 
 // 2^e for -126 <= e <= 127
-__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float(u32(127 + e) << 23); }
 
 // The exponents of w's features `feature` + 8 h.
 __device__ __forceinline__ void load_exponents(const int* w_exponents, int n, int feature, int (&of_w)[2]) {
@@ -66,8 +66,8 @@ __device__ __forceinline__ float2 unpack(u32 word) {
 // overflow.
 __device__ __forceinline__ float deviation_unit(float m2, int rows) {
     if (!IN_UNITS) return 1.f;
-    const int exponent = (int)(__float_as_uint(m2 / (float)rows) >> 23 & 255) - 127;
-    return __uint_as_float((u32)(127 + (exponent >> 1)) << 23);
+    const int exponent = int(__float_as_uint(m2 / float(rows)) >> 23 & 255) - 127;
+    return __uint_as_float(u32(127 + (exponent >> 1)) << 23);
 }
 
 // The centre of deviations of y's format, for statistics over `rows` rows (deviation_centre).

@@ -37,12 +37,13 @@ struct LimbsOfW {
                         const int k = 16 * j + 8 * i + 2 * quarter, feature = row + 8 * h, of_box = feature % 32;
                         const char* box = tile + feature / 32 * (BLOCK_K * 128) + of_box % 4 * 4;
                         const auto at = [&](int k) {
-                            return *(const float*)(box + k * 128 + ((of_box / 4 ^ k) & 7) * 16);
+                            return *reinterpret_cast<const float*>(box + k * 128 + ((of_box / 4 ^ k) & 7) * 16);
                         };
                         v[h][j][i] = make_float2(at(k), at(k + 1));
                     } else {
                         const int chunk = (4 * j + 2 * i + quarter / 2) ^ (row & 7);
-                        v[h][j][i] = *(const float2*)(tile + (row + 8 * h) * 128 + chunk * 16 + quarter % 2 * 8);
+                        v[h][j][i] =
+                            *reinterpret_cast<const float2*>(tile + (row + 8 * h) * 128 + chunk * 16 + quarter % 2 * 8);
                     }
                     top[h] = fmaxf(top[h], fmaxf(fabsf(v[h][j][i].x), fabsf(v[h][j][i].y)));
                 }

@@ -10,9 +10,9 @@ __device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth
                                            int backoff) const {
     constexpr int EACH = BLOCK_N / 32;
     wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
-    const u64 launch = *(volatile u64*)&sh.launch;
+    const u64 launch = *static_cast<volatile u64*>(&sh.launch);
     const int first = EACH * lane_id(), count = part_count(block);
-    const Word* words = partial + ((size_t)block * scheduler.rows + row) * BLOCK_N + first;
+    const Word* words = partial + (size_t(block) * scheduler.rows + row) * BLOCK_N + first;
     Word tile[EACH];
     bool here;
     do {
@@ -24,14 +24,14 @@ __device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth
     } while (!here);
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-        own[e].merge(tile[e].x, tile[e].y, row / count * BLOCK_M, min((int)m - row * BLOCK_M, BLOCK_M));
+        own[e].merge(tile[e].x, tile[e].y, row / count * BLOCK_M, min(int(m) - row * BLOCK_M, BLOCK_M));
         if (row + count >= scheduler.rows)
             publish(words_of(block) + row % count * BLOCK_N + first + e, own[e].mean(), own[e].m2, launch);
     }
 }
 
 __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const {
-    const long long count = batches ? *(volatile long long*)batches + 1 : 1;
+    const long long count = batches ? *static_cast<volatile long long*>(batches) + 1 : 1;
     u64 number = 0;  // stays 0 in MODE_CLUSTER_BATCH, which has no words
     if constexpr (MODE != MODE_CLUSTER_BATCH)
         number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(epoch, lane);
@@ -41,20 +41,20 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
     if (which == 0 && lane == 0) {
         sh.launch = number;
 #if RANKS
-        if (blockIdx.x == 0) exchange.post_header((double)m);
+        if (blockIdx.x == 0) exchange.post_header(double(m));
 #endif
 #if RENORM
         sh.limits = Limits<float>(p, f.renorm, count - 1);
 #endif
         sh.momentum =
-            p.flags & FLAG_CUMULATIVE ? (StatisticsType)1 / (StatisticsType)count : (StatisticsType)p.momentum;
+            p.flags & FLAG_CUMULATIVE ? StatisticsType(1) / StatisticsType(count) : StatisticsType(p.momentum);
         mbar_arrive(&sh.agreed);
         if (batches && blockIdx.x == 0) *batches = count;  // all CTAs that need it have read it
     }
     if (MERGERS > 1) mbar_wait(&sh.agreed, 0);
     __syncwarp();
     const StatisticsType unbiased =
-        (StatisticsType)m / (StatisticsType)(m - 1) * (StatisticsType)(BY_LIMBS ? M2_OF_LIMBS : 1.0);
+        StatisticsType(m) / StatisticsType(m - 1) * StatisticsType(BY_LIMBS ? M2_OF_LIMBS : 1.0);
     const long long n = this->n;
     const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
     Welford own[BLOCK_N / 32];
@@ -99,8 +99,8 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 merge_feature(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
             } else {
                 wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
-                launch = *(volatile u64*)&sh.launch;
-                await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, backoff);
+                launch = *static_cast<volatile u64*>(&sh.launch);
+                await(words + size_t(parts.count - 1) * BLOCK_N, launch, backoff);
                 const Published published = {words + min(c, BLOCK_N - 1), launch};
                 merge_feature(published, parts, member, lanes, mean, m2);
             }
@@ -109,7 +109,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             continue;
 #endif
             const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.f), of_beta.or_else(0.f)};
-            const float var = m2 / (float)m;
+            const float var = m2 / float(m);
             const bool publishes = MODE != MODE_CLUSTER_BATCH && speaks;
 #if RENORM
             const Running of_running = {u, of_b.or_else(0.f), of_rm.or_else(0.f), of_rv.or_else(1.f), f.eps};
@@ -118,13 +118,13 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             const Affine& to_y = u;
 #endif
             const Merged all = merged_of(mean, var, to_y.slope(var, f.eps), to_y.beta);
-            if (publishes) publish_merged(merged, features, (size_t)block * BLOCK_N + c, all, launch);
+            if (publishes) publish_merged(merged, features, size_t(block) * BLOCK_N + c, all, launch);
             if (running) {
                 const StatisticsType weight = sh.momentum, s = u.scale;
-                const StatisticsType b = of_b.or_else((StatisticsType)0);
-                const StatisticsType rm = (1 - weight) * of_rm.or_else((StatisticsType)0) + weight * (s * (mean + b));
+                const StatisticsType b = of_b.or_else(StatisticsType(0));
+                const StatisticsType rm = (1 - weight) * of_rm.or_else(StatisticsType(0)) + weight * (s * (mean + b));
                 const StatisticsType rv =
-                    (1 - weight) * of_rv.or_else((StatisticsType)0) + weight * (s * s * var * unbiased);
+                    (1 - weight) * of_rv.or_else(StatisticsType(0)) + weight * (s * s * var * unbiased);
                 store_vector(f.running_mean, f.running_mean_code, feature, rm);
                 store_vector(f.running_var, f.running_var_code, feature, rv);
             }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
     int piece = -1;
     if (lane_id() == 0) {
-        const int next = *(volatile int*)&sh.ticket;
+        const int next = *static_cast<volatile int*>(&sh.ticket);
         if (next < look(&sh.merged_tiles) * DEFERRED_PIECES && atomicCAS(&sh.ticket, next, next + 1) == next)
             piece = next;
     }
@@ -157,7 +157,7 @@ __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
 __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     mbar_wait(&sh.agreed, 0);
     const Exchange<2> exchange(ranks, nullptr, 0, p.signature);
-    const u64 launch = *(volatile u64*)&sh.launch;
+    const u64 launch = *static_cast<volatile u64*>(&sh.launch);
     // the features [first, end) of a tile's block that this CTA's merger has merged
     struct Share {
         int block, first, end;
@@ -185,20 +185,20 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
             while (!__all_sync(0xFFFFFFFF, !mine || exchange.ready(feature))) epilogue_meanwhile(backoff);
             GroupStatistics<float> all = {1.f, 0.f, 0.f, true};
             if (mine) all = exchange.statistics<float>(feature);
-            const float var = all.m2 / all.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
+            const float var = all.m2 / all.rows * float(BY_LIMBS ? M2_AS_MADE : 1.0);
 #if RENORM
             const Corrected to_y = {u, of_running, sh.limits, all.mean, var, f.eps};
 #else
             const Affine& to_y = u;
 #endif
             const Merged of_y = merged_of(all.mean, var, to_y.slope(var, f.eps), to_y.beta);
-            if (speaks) publish_merged(merged, features, (size_t)block * BLOCK_N + c, of_y, launch);
+            if (speaks) publish_merged(merged, features, size_t(block) * BLOCK_N + c, of_y, launch);
         }
     }
     if (RENORM) __syncwarp();  // all lanes have read the running statistics
     // Now compute what no tile waits for, for all these features, in float64: the letters are still there.
     const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
-    const int most = (BLOCK_N - 1) / (int)min(p.parts_in_panels, p.parts_alone) + 1;  // the most features in a share
+    const int most = (BLOCK_N - 1) / int(min(p.parts_in_panels, p.parts_alone)) + 1;  // the most features in a share
     const int left = SAVE_DEVIATIONS || tracked ? tiles() * most : 0;
 #pragma unroll 1
     for (int i = lane; i < left; i += 32) {
@@ -220,7 +220,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         }
         if (SAVE_DEVIATIONS) {  // slope and unit of y must be the published ones
             const GroupStatistics<float> rounded = exchange.statistics<float>(feature);
-            const float var = rounded.m2 / rounded.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
+            const float var = rounded.m2 / rounded.rows * float(BY_LIMBS ? M2_AS_MADE : 1.0);
             const Affine u = f.affine(feature);
             const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
 #if RENORM

@@ -19,7 +19,7 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             x_row = at.first + x_part * (PRODUCT_M / X_SHARERS), depth = at.sample;
         }
         int first = first_step;
-        const int each = ((int)p.y_row + BLOCK_K - 1) / BLOCK_K;  // K_IN_SAMPLES: steps of a sample
+        const int each = (int(p.y_row) + BLOCK_K - 1) / BLOCK_K;  // K_IN_SAMPLES: steps of a sample
         int sample = 0, in_sample = 0;
         if constexpr (K_IN_SAMPLES) {
             const OfSplit at = of_split(row);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank
         start = nth;
 #pragma unroll 1
         for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS) {  // beyond n, any values serve
-            const Frozen of = f.frozen(min(block * BLOCK_N + c, (int)n - 1));
+            const Frozen of = f.frozen(min(block * BLOCK_N + c, int(n) - 1));
             sh.constants[run.number % 2][c] = make_float2(of.a, of.c);
             if constexpr (WITH_LOWS) sh.lows[run.number % 2][c] = __float2bfloat16(of.low);
         }

@@ -20,7 +20,7 @@ struct Recomputer : Consumer {
         if (!finishes) return;
         mbar_wait(&sh.arguments_ready, 0);
         if (speaks) {
-            const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + mine, launch);
+            const Merged all = await_merged(merged, features, size_t(block) * BLOCK_N + mine, launch);
             sh.centred[mine] = {all.centre, 1.f / all.unit, all.a * all.unit, all.offset_or(sh.beta[mine])};
         }
         __syncwarp();
@@ -73,12 +73,12 @@ struct Recomputer : Consumer {
             make(d, sum, of_w);
             const int lane = lane_id();  // read again: values that depend on it must not take registers in the mainloop
             if constexpr (BY_LIMBS) {
-                load_exponents(w_exponents, (int)n, block * BLOCK_N + within, of_w);
-                unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
+                load_exponents(w_exponents, int(n), block * BLOCK_N + within, of_w);
+                unscale(sum, d, x_exponents, int(m), row * BLOCK_M + 2 * (lane & 3), of_w);
             }
             float removed[2] = {};  // the mean that has been subtracted from g
             if (nth <= last) {
-                const int rows = CHANNELS_FIRST ? samples().rows_of(row) : min((int)m - row * BLOCK_M, BLOCK_M);
+                const int rows = CHANNELS_FIRST ? samples().rows_of(row) : min(int(m) - row * BLOCK_M, BLOCK_M);
                 const int before = CHANNELS_FIRST ? samples().rows_between(own_tiles.first, row) : nth * BLOCK_M;
                 float of_tile[2];
                 centre(d, rows, lane, removed, of_tile);

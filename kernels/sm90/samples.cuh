@@ -29,7 +29,7 @@ struct Samples {
 
 __device__ __forceinline__ Samples samples_of(const ForwardSm90Problem& p) {
 #if CHANNELS_FIRST
-    return {(int)p.y_row, (int)p.tiles_of_sample, (u64)p.of_sample, (int)p.tiles_of_part, (int)p.longer_parts};
+    return {int(p.y_row), int(p.tiles_of_sample), u64(p.of_sample), int(p.tiles_of_part), int(p.longer_parts)};
 #else
     return {};
 #endif

@@ -35,7 +35,7 @@ __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float
     for (int j = 0; j < BLOCK_M / 8; j++)
 #pragma unroll
         for (int part = 0; part < SPLIT_K; part++) {
-            const float4 v = *(const float4*)place(part, j);
+            const float4 v = *reinterpret_cast<const float4*>(place(part, j));
             const float e[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {

@@ -103,7 +103,7 @@ struct Welford {
     float high, low, m2;
 
     __device__ __forceinline__ void merge(float mean, float of_tile, int rows_before, int rows) {
-        const float before = (float)rows_before, weight = (float)rows / (before + (float)rows);
+        const float before = float(rows_before), weight = float(rows) / (before + float(rows));
         if (rows_before == 0) high = mean, low = 0.f, m2 = 0.f;
         const float d = mean - high - low, shift = fmaf(d, weight, low), sum = high + shift;
         m2 += fmaf(d * d, before * weight, of_tile);
@@ -131,7 +131,7 @@ struct RowParts {
     }
     __device__ __forceinline__ float rows(int i) const {
 #if CHANNELS_FIRST
-        return (float)samples.rows_between(samples.first(i), samples.first(i + 1));
+        return float(samples.rows_between(samples.first(i), samples.first(i + 1)));
 #else
         return i < last ? before : i == last ? at : beyond;
 #endif
@@ -144,12 +144,12 @@ struct Published {
     u64 launch;
 
     __device__ __forceinline__ bool here(int t, float2& part) const {
-        const Word w = peek(words + (size_t)t * BLOCK_N);
+        const Word w = peek(words + size_t(t) * BLOCK_N);
         part = make_float2(w.x, w.y);
         return w.launch == launch;
     }
     __device__ __forceinline__ float2 again(int t) const {
-        return __ldcg((const float2*)(words + (size_t)t * BLOCK_N));
+        return __ldcg(reinterpret_cast<const float2*>(words + size_t(t) * BLOCK_N));
     }
 };
 // or in shared memory.
@@ -174,7 +174,7 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
                                               float& mean, float& m2) {
     constexpr int BATCH = 4;  // eight were slower
     const int count = parts.count;
-    const float inverse = 1.f / (float)parts.m;  // divide before the wait: after it, others would wait for this
+    const float inverse = 1.f / float(parts.m);  // divide before the wait: after it, others would wait for this
     float2 part[BATCH];
     float pivot, sum = 0.f;
     m2 = 0.f;
@@ -247,7 +247,7 @@ __device__ __forceinline__ float sum_of_rows(const float (&d)[ACC], int h) {
 __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, float (&mean)[2], float (&m2)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        mean[h] = sum_of_rows(d, h) / (float)rows;  // rows past m are zero: TMA fills them in
+        mean[h] = sum_of_rows(d, h) / float(rows);  // rows past m are zero: TMA fills them in
 #pragma unroll
         for (int j = 0; j < ACC / 4; j++)
             d[Accumulator::at(j, h, 0)] -= mean[h], d[Accumulator::at(j, h, 1)] -= mean[h];
@@ -270,7 +270,7 @@ __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, floa
                 }
             if (again) break;
 #pragma unroll
-            for (int h = 0; h < 2; h++) rest[h] = sum_of_rows(d, h) / (float)rows, mean[h] += rest[h];
+            for (int h = 0; h < 2; h++) rest[h] = sum_of_rows(d, h) / float(rows), mean[h] += rest[h];
         }
     }
 #pragma unroll

@@ -14,7 +14,7 @@
 // it is K-major, it is one block, and `block_bytes` is ignored.
 __device__ __forceinline__ unsigned long long operand_descriptor(unsigned at, int block_bytes) {
     using u64 = unsigned long long;
-    return (u64)((at & 0x3FFFF) >> 4) | (u64)(block_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+    return u64((at & 0x3FFFF) >> 4) | u64(block_bytes >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
 // Orders ordinary writes to shared memory before reads of it by the tensor core or by TMA.
@@ -108,6 +108,6 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[SIZE], const unsigned (&a)[4
 __device__ __forceinline__ void load_matrices(unsigned (&a)[4], const uint4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+                 : "r"(unsigned(__cvta_generic_to_shared(row)))
                  : "memory");
 }

@@ -10,7 +10,7 @@ struct alignas(16) Word {
 };
 
 __device__ __forceinline__ void publish(Word* word, float x, float y, u64 launch) {
-    u64 value = (u64)__float_as_uint(y) << 32 | __float_as_uint(x);
+    u64 value = u64(__float_as_uint(y)) << 32 | __float_as_uint(x);
     asm volatile("{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], all;\n}" ::"l"(word),
                  "l"(value), "l"(launch)
                  : "memory");
@@ -22,7 +22,7 @@ __device__ __forceinline__ Word peek(const Word* word) {
                  : "=l"(value), "=l"(launch)
                  : "l"(word)
                  : "memory");
-    return {__uint_as_float((u32)value), __uint_as_float((u32)(value >> 32)), launch};
+    return {__uint_as_float(u32(value)), __uint_as_float(u32(value >> 32)), launch};
 }
 
 __device__ __forceinline__ float2 await(const Word* word, u64 launch, int backoff = SHORT_BACKOFF) {
