@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     double sum = 0.0;
     for (long long c = threadIdx.x; c < p.n; c += THREADS) sum += of_features[c];
 #pragma unroll
-    for (int bit = 1; bit < LANES; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
+    for (int bit = 1; bit < LANES; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
     if (threadIdx.x % LANES == 0) sums[threadIdx.x / LANES] = sum;
     __syncthreads();
     if (threadIdx.x > 0) return;

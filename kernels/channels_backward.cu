@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int s = 0; s < SUMS; ++s) {
 #pragma unroll
-            for (int bit = 1; bit < LANES; bit *= 2) sums[s] += __shfl_xor_sync(0xFFFFFFFF, sums[s], bit);
+            for (int bit = 1; bit < LANES; bit *= 2) sums[s] += __shfl_xor_sync(~0u, sums[s], bit);
             if (threadIdx.x % LANES == 0) of_warps[s][threadIdx.x / LANES] = sums[s];
         }
         __syncthreads();
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 #pragma unroll
             for (int s = 0; s < SUMS; ++s)
 #pragma unroll
-                for (int bit = 1; bit < LANES; bit *= 2) sums[s] += __shfl_xor_sync(0xFFFFFFFF, sums[s], bit);
+                for (int bit = 1; bit < LANES; bit *= 2) sums[s] += __shfl_xor_sync(~0u, sums[s], bit);
             if (threadIdx.x == 0) {
                 ColumnSums all;
 #pragma unroll

@@ -164,8 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *reinterpret_cast<Shared*>(raw);
     // the shuffle tells the compiler that all lanes of a warp have the same index
-    const int warp_index = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), warpgroup = warp_index / 4,
-              warp = warp_index % 4;
+    const int warp_index = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp_index / 4, warp = warp_index % 4;
     const int clusters = gridDim.x / CLUSTER_CTAS, part = cluster_part();
     const int all_steps = int((k + BLOCK_K - 1) / BLOCK_K);
     const int first_step = all_steps * part / SPLIT_K,
@@ -237,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
 
     if (threadIdx.x == 0) {
         tma_prefetch(&x_map), tma_prefetch(&w_map), tma_prefetch(&y_map);
-        for (int s = 0; s < STAGES; s++) {
+        for (int s = 0; s < STAGES; ++s) {
             mbar_init(&sh.full[s], 1);
             mbar_init(&sh.empty[s], CLUSTER * CONSUMERS / 32);  // every consumer warp of every CTA arrives
         }
@@ -249,9 +248,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
             mbar_expect(&sh.summed, SENT_BYTES);
         }
         if constexpr (MODE == MODE_CLUSTER_BATCH)
-            for (int half = 0; half < WARPGROUPS; half++) mbar_init(&sh.here[half], CLUSTER_CTAS == 1 ? 64 : 1);
+            for (int half = 0; half < WARPGROUPS; ++half) mbar_init(&sh.here[half], CLUSTER_CTAS == 1 ? 64 : 1);
         sh.ready = sh.constants_ready[0] = sh.constants_ready[1] = sh.ticket = sh.merged_tiles = 0;
-        for (int half = 0; half < WARPGROUPS; half++) sh.stored[half] = 0;
+        for (int half = 0; half < WARPGROUPS; ++half) sh.stored[half] = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cluster_begin();

@@ -68,7 +68,7 @@ struct RowScale {
     __device__ void split(float v, __half& high, __half& low) const {
         const float scaled = multiply_no_ftz(multiply_no_ftz(v, once), again);
         high = __float2half_rn(scaled);
-        low = __float2half_rn(isfinite(v) ? scaled - __half2float(high) : 0.f);
+        low = __float2half_rn(isfinite(v) ? scaled - __half2float(high) : 0.0f);
     }
 };
 
@@ -89,13 +89,13 @@ __device__ __forceinline__ void read(const float* from, bool vector, int inside,
         v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
     } else {
 #pragma unroll
-        for (int e = 0; e < 8; e++) v[e] = e < inside ? from[e] : 0.f;
+        for (int e = 0; e < 8; ++e) v[e] = e < inside ? from[e] : 0.0f;
     }
 }
 
 __device__ __forceinline__ unsigned largest_of(const float (&v)[8], unsigned top) {
 #pragma unroll
-    for (int e = 0; e < 8; e++) top = max(top, magnitude(v[e]));
+    for (int e = 0; e < 8; ++e) top = max(top, magnitude(v[e]));
     return top;
 }
 
@@ -105,16 +105,16 @@ __device__ __forceinline__ void share(unsigned (&top)[GROUPS]) {
 #pragma unroll
         for (int apart = LANES / 2; apart > 0; apart /= 2)
 #pragma unroll
-            for (int g = 0; g < GROUPS; g++) top[g] = max(top[g], __shfl_xor_sync(0xFFFFFFFFu, top[g], apart));
+            for (int g = 0; g < GROUPS; ++g) top[g] = max(top[g], __shfl_xor_sync(~0u, top[g], apart));
     } else {
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) top[g] = __reduce_max_sync(0xFFFFFFFFu, top[g]);
+        for (int g = 0; g < GROUPS; ++g) top[g] = __reduce_max_sync(~0u, top[g]);
     }
     if constexpr (LANES > 32) {
         __shared__ unsigned of_warp[WARPS];
         of_warp[threadIdx.x / 32] = top[0];
         __syncthreads();
-        top[0] = __reduce_max_sync(0xFFFFFFFFu, of_warp[threadIdx.x % WARPS]);
+        top[0] = __reduce_max_sync(~0u, of_warp[threadIdx.x % WARPS]);
     }
 }
 
@@ -133,17 +133,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
         float v[GROUPS][PIECES][8];
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++)
+        for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
-            for (int h = 0; h < PIECES; h++) {
+            for (int h = 0; h < PIECES; ++h) {
                 const long long i = row + g * ABREAST, j = first + 8 * LANES * h;
                 read(o.a + i * o.pitch + j, o.vector, i < o.rows ? of_eight(k - j) : 0, v[g][h]);
             }
         unsigned top[GROUPS] = {};
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++)
+        for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
-            for (int h = 0; h < PIECES; h++) top[g] = largest_of(v[g][h], top[g]);
+            for (int h = 0; h < PIECES; ++h) top[g] = largest_of(v[g][h], top[g]);
         if constexpr (LANES > 32)
             for (long long j = first + WIDTH; j < k; j += 8 * LANES) {
                 float beyond[8];
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         share(top);
 
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
+        for (int g = 0; g < GROUPS; ++g) {
             const long long i = row + g * ABREAST;
             if (i >= o.rows) break;
             const RowScale scale = scale_of(top[g]);
@@ -162,13 +162,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 if (2 * j >= length) return;
                 Vector<__half, 8> high, low;
 #pragma unroll
-                for (int c = 0; c < 8; c++) scale.split(from[c], high.at[c], low.at[c]);
+                for (int c = 0; c < 8; ++c) scale.split(from[c], high.at[c], low.at[c]);
                 __half* to = o.limbs + i * length + place_of(j);
                 *reinterpret_cast<Vector<__half, 8>*>(to) = high;
                 *reinterpret_cast<Vector<__half, 8>*>(to + SPAN) = low;
             };
 #pragma unroll
-            for (int h = 0; h < PIECES; h++) split(v[g][h], first + 8 * LANES * h);
+            for (int h = 0; h < PIECES; ++h) split(v[g][h], first + 8 * LANES * h);
             if constexpr (LANES > 32)
                 for (long long j = first + WIDTH; 2 * j < length; j += 8 * LANES) {
                     float beyond[8];
@@ -217,11 +217,11 @@ struct Matrix {
           vector(p.vector[i]) {}
 
     __device__ float4 read_four(int i, int j) const {
-        if (i >= m) return make_float4(0.f, 0.f, 0.f, 0.f);
+        if (i >= m) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         const float* from = a + i * lda + j;
         if (vector && j + 4 <= n) return *reinterpret_cast<const float4*>(from);
-        return make_float4(j < n ? from[0] : 0.f, j + 1 < n ? from[1] : 0.f, j + 2 < n ? from[2] : 0.f,
-                           j + 3 < n ? from[3] : 0.f);
+        return make_float4(j < n ? from[0] : 0.0f, j + 1 < n ? from[1] : 0.0f, j + 2 < n ? from[2] : 0.0f,
+                           j + 3 < n ? from[3] : 0.0f);
     }
 };
 
@@ -258,14 +258,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         for (int i = first + warp; i < end; i += FLIGHT * WARPS) {
             float4 v[FLIGHT];
 #pragma unroll
-            for (int f = 0; f < FLIGHT; f++) v[f] = matrix.read_four(i + f * WARPS < end ? i + f * WARPS : matrix.m, j);
+            for (int f = 0; f < FLIGHT; ++f) v[f] = matrix.read_four(i + f * WARPS < end ? i + f * WARPS : matrix.m, j);
             unsigned of_row = 0;  // lane f has the maximum of row f
 #pragma unroll
-            for (int f = 0; f < FLIGHT; f++) {
+            for (int f = 0; f < FLIGHT; ++f) {
                 const uint4 of = {magnitude(v[f].x), magnitude(v[f].y), magnitude(v[f].z), magnitude(v[f].w)};
                 top.x = max(top.x, of.x), top.y = max(top.y, of.y), top.z = max(top.z, of.z), top.w = max(top.w, of.w);
                 if (of_rows < 0) continue;
-                const unsigned all = __reduce_max_sync(0xFFFFFFFFu, max(max(of.x, of.y), max(of.z, of.w)));
+                const unsigned all = __reduce_max_sync(~0u, max(max(of.x, of.y), max(of.z, of.w)));
                 if (lane == f) of_row = all;
             }
             if (of_rows >= 0 && lane < FLIGHT && i + lane * WARPS < end)
@@ -274,12 +274,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         of_warp[warp][lane] = top;
         __syncthreads();
         if (warp > 0) return;
-        for (int other = 1; other < WARPS; other++) {
+        for (int other = 1; other < WARPS; ++other) {
             const uint4 its = of_warp[other][lane];
             top.x = max(top.x, its.x), top.y = max(top.y, its.y), top.z = max(top.z, its.z), top.w = max(top.w, its.w);
         }
         const unsigned four[4] = {top.x, top.y, top.z, top.w};
-        for (int e = 0; e < 4; e++)
+        for (int e = 0; e < 4; ++e)
             if (j + e < matrix.n) atomicMax(maxima + p.of_columns[which] + j + e, four[e]);
     });
 }
@@ -299,23 +299,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS,
 
         float4 v[2][2];
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int r = 0; r < 2; r++) v[half][r] = matrix.read_four(row + 2 * (threadIdx.x / 16 + 16 * half) + r, j);
+            for (int r = 0; r < 2; ++r) v[half][r] = matrix.read_four(row + 2 * (threadIdx.x / 16 + 16 * half) + r, j);
         const long long of_columns = p.of_columns[which] + j;
         unsigned top[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) top[e] = j + e < matrix.n ? maxima[of_columns + e] : 0;
+        for (int e = 0; e < 4; ++e) top[e] = j + e < matrix.n ? maxima[of_columns + e] : 0;
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
+        for (int e = 0; e < 4; ++e) {
             const RowScale scale = scale_of(top[e]);
             if (row == 0 && threadIdx.x < 16 && j + e < matrix.n) exponents[of_columns + e] = scale.exponent;
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < 2; ++half) {
                 const int pair = threadIdx.x / 16 + 16 * half;
                 __half high[2], low[2];
 #pragma unroll
-                for (int r = 0; r < 2; r++) scale.split(at(v[half][r], e), high[r], low[r]);
+                for (int r = 0; r < 2; ++r) scale.split(at(v[half][r], e), high[r], low[r]);
                 transposed[0][4 * group + e][pair] = __halves2half2(high[0], high[1]);
                 transposed[1][4 * group + e][pair] = __halves2half2(low[0], low[1]);
             }
@@ -325,16 +325,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS,
         const long long of_rows = p.of_rows[which];
         __half* row_limbs = (which == 0 ? a_limbs : which == 1 ? b_limbs : c_limbs) + place_of(column) + 4 * group;
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
+            for (int r = 0; r < 2; ++r) {
                 const int i = row + 2 * (threadIdx.x / 16 + 16 * half) + r;
                 if (of_rows < 0 || i >= matrix.m) continue;
                 const RowScale of_row = scale_of(maxima[of_rows + i]);
                 if (column == 0 && group == 0) exponents[of_rows + i] = of_row.exponent;
                 Vector<__half, 4> high, low;
 #pragma unroll
-                for (int e = 0; e < 4; e++) of_row.split(at(v[half][r], e), high.at[e], low.at[e]);
+                for (int e = 0; e < 4; ++e) of_row.split(at(v[half][r], e), high.at[e], low.at[e]);
                 *reinterpret_cast<Vector<__half, 4>*>(row_limbs + i * p.ld_limbs[which]) = high;
                 *reinterpret_cast<Vector<__half, 4>*>(row_limbs + i * p.ld_limbs[which] + SPAN) = low;
             }

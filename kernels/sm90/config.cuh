@@ -52,8 +52,8 @@ struct ForwardSm90Problem {
 #endif
 };
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+using u32 = unsigned;
+using u64 = unsigned long long;
 
 constexpr bool BY_LIMBS = ELEMENT == ELEMENT_LIMBS || ELEMENT == ELEMENT_LIMBS_RS;
 constexpr bool OF_16_BITS = ELEMENT == ELEMENT_BFLOAT16 || ELEMENT == ELEMENT_FLOAT16;  // x and w; else float32
@@ -77,9 +77,9 @@ static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS && !(MODE == MOD
 // The type in which running statistics are updated. With limbs and with ranks, results are so exact that roundings to
 // float32 would be visible.
 #if ELEMENT == ELEMENT_LIMBS || ELEMENT == ELEMENT_LIMBS_RS || RANKS
-typedef double StatisticsType;
+using StatisticsType = double;
 #else
-typedef float StatisticsType;
+using StatisticsType = float;
 #endif
 
 // Threads: the warps of warpgroup 0 are helpers, those of the other warpgroups are consumers.

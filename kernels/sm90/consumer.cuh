@@ -44,12 +44,12 @@ struct Consumer : Cta {
     __device__ __forceinline__ void multiply(float (&d)[PRODUCT_ACC]) {
         int before = 0;  // the stage before s
 #pragma unroll 1
-        for (int step = 0; step < steps; step++) {
+        for (int step = 0; step < steps; ++step) {
             mbar_wait(&sh.full[s], phase);
             const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
             wgmma_fence();
 #pragma unroll
-            for (int j = 0; j < BLOCK_K / MMA_K; j++) multiply_add(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
+            for (int j = 0; j < BLOCK_K / MMA_K; ++j) multiply_add(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
             wgmma_commit();
             if (step > 0) {
                 wgmma_wait<1>();
@@ -68,28 +68,28 @@ struct Consumer : Cta {
     __device__ __forceinline__ void multiply_limbs(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC]) {
         constexpr int PARTS = 2;  // parts of a stage
 #pragma unroll
-        for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
+        for (int i = 0; i < PRODUCT_ACC; ++i) sum[i] = 0.0f;
 #pragma unroll 1
-        for (int step = 0; step < steps; step++) {
+        for (int step = 0; step < steps; ++step) {
             mbar_wait(&sh.full[s], phase);
             const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
             constexpr u64 A_LOW = BLOCK_N * 128 / 16, B_LOW = PRODUCT_M * 128 / 16;
 #pragma unroll
-            for (int part = 0; part < PARTS; part++) {
+            for (int part = 0; part < PARTS; ++part) {
                 constexpr int STEPS = BLOCK_K / MMA_K / PARTS;
                 const u64 a_part = a + W::NEXT * STEPS * part, b_part = b + X::NEXT * STEPS * part;
                 wgmma_fence();
 #pragma unroll
-                for (int j = 0; j < STEPS; j++) multiply_add(d, a_part + A_LOW + W::NEXT * j, b_part + X::NEXT * j, j);
+                for (int j = 0; j < STEPS; ++j) multiply_add(d, a_part + A_LOW + W::NEXT * j, b_part + X::NEXT * j, j);
 #pragma unroll
-                for (int j = 0; j < STEPS; j++) multiply_add(d, a_part + W::NEXT * j, b_part + B_LOW + X::NEXT * j, 1);
+                for (int j = 0; j < STEPS; ++j) multiply_add(d, a_part + W::NEXT * j, b_part + B_LOW + X::NEXT * j, 1);
 #pragma unroll
-                for (int j = 0; j < STEPS; j++) multiply_add(d, a_part + W::NEXT * j, b_part + X::NEXT * j, 1);
+                for (int j = 0; j < STEPS; ++j) multiply_add(d, a_part + W::NEXT * j, b_part + X::NEXT * j, 1);
                 wgmma_commit();
                 wgmma_wait<0>();
                 if (part == PARTS - 1) release(s);
 #pragma unroll
-                for (int i = 0; i < PRODUCT_ACC; i++) sum[i] += d[i];
+                for (int i = 0; i < PRODUCT_ACC; ++i) sum[i] += d[i];
             }
             next_stage(step);
         }
@@ -103,11 +103,11 @@ struct Consumer : Cta {
         const u64 b = X::descriptor(sh.stage[stage] + W_BYTES) + X::NEXT * STEPS * part;
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < STEPS; j++) wgmma_rs(d, w.low[j], b + X::NEXT * j, j);
+        for (int j = 0; j < STEPS; ++j) wgmma_rs(d, w.low[j], b + X::NEXT * j, j);
 #pragma unroll
-        for (int j = 0; j < STEPS; j++) wgmma_rs(d, w.high[j], b + LOW + X::NEXT * j, 1);
+        for (int j = 0; j < STEPS; ++j) wgmma_rs(d, w.high[j], b + LOW + X::NEXT * j, 1);
 #pragma unroll
-        for (int j = 0; j < STEPS; j++) wgmma_rs(d, w.high[j], b + X::NEXT * j, 1);
+        for (int j = 0; j < STEPS; ++j) wgmma_rs(d, w.high[j], b + X::NEXT * j, 1);
         wgmma_commit();
     }
 
@@ -126,10 +126,10 @@ struct Consumer : Cta {
             units.follow(field, sum, factor);
             wgmma_wait<0>();
 #pragma unroll
-            for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = fmaf(d[i], factor[Accumulator::row_half(i)], sum[i]);
+            for (int i = 0; i < PRODUCT_ACC; ++i) sum[i] = fmaf(d[i], factor[Accumulator::row_half(i)], sum[i]);
         };
 #pragma unroll
-        for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
+        for (int i = 0; i < PRODUCT_ACC; ++i) sum[i] = 0.0f;
         LimbsOfW first;
         const auto begin_step = [&] {
             mbar_wait(&sh.full[s], phase);
@@ -137,7 +137,7 @@ struct Consumer : Cta {
         };
         if (AHEAD) begin_step();
 #pragma unroll 1
-        for (int step = 0; step < steps; step++) {
+        for (int step = 0; step < steps; ++step) {
             if (!AHEAD) begin_step();
             begin_part(d, first, s, 0);
             if (!AHEAD) end_part(first.field);
@@ -154,11 +154,11 @@ struct Consumer : Cta {
             release(before);
         }
 #pragma unroll
-        for (int h = 0; h < 2; h++) of_w[h] = units.exponent(h);
+        for (int h = 0; h < 2; ++h) of_w[h] = units.exponent(h);
         if constexpr (SPLIT_K > 1) {  // all CTAs need one unit: their sums will be added; x is below 2^15
             constexpr int COMMON = 10;
 #pragma unroll
-            for (int i = 0; i < PRODUCT_ACC; i++) {
+            for (int i = 0; i < PRODUCT_ACC; ++i) {
                 const int e = of_w[Accumulator::row_half(i)] - COMMON;
                 sum[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);  // 2^e may not be a float
             }
@@ -197,7 +197,7 @@ struct Consumer : Cta {
     __device__ __forceinline__ void store_pieces(const char* staging, int row0, int column, int lane) const {
         const int rows = min(int(m) - row0, PASS_M);
 #pragma unroll 1
-        for (int box = 0; box < BOXES; box++) {
+        for (int box = 0; box < BOXES; ++box) {
             const int col0 = column + box * (64 / BOXES);
             const int left =
                 min(int(n) - col0, 64) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's first one on
@@ -212,7 +212,7 @@ struct Consumer : Cta {
 #pragma unroll 4
             for (int r = warp; r < rows; r += 4) {
                 const u32 own = *reinterpret_cast<const u32*>(staging + from);
-                const u32 piece = FLOAT32 ? own : __byte_perm(__shfl_up_sync(0xFFFFFFFF, own, 1), own, bytes);
+                const u32 piece = FLOAT32 ? own : __byte_perm(__shfl_up_sync(~0u, own, 1), own, bytes);
                 if (word) *reinterpret_cast<u32*>(to) = piece;
                 if (half_word) *reinterpret_cast<unsigned short*>(to) = piece;
                 if (last_half) *reinterpret_cast<unsigned short*>(to + 4) = own >> 16;
@@ -230,14 +230,14 @@ struct Consumer : Cta {
                                           const Pack& pack_of) const {
         const int lane = lane_id();  // read again, as in run
 #pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) {
+        for (int pass = 0; pass < PASSES; ++pass) {
             char* staging = sh.staging[half][pass % STAGINGS];
             const float* e = d + pass * (ACC / PASSES);
             if (storer) tma_store_wait_read<STAGINGS - 1>();  // the last store from this buffer
             warpgroup_sync(half);
             if constexpr (FLOAT32) {
 #pragma unroll
-                for (int i = 0; i < ACC / PASSES; i++) {
+                for (int i = 0; i < ACC / PASSES; ++i) {
                     const int r = i / 4 * 8 + Accumulator::first_column(lane) + Accumulator::odd(i);  // its column
                     const int of_eight = feature_of(lane);
                     const int c = (warp & 1) * 4 + Accumulator::row_half(i) * 2 + of_eight / 4;
@@ -275,12 +275,12 @@ struct Consumer : Cta {
             } else if (K_IN_SAMPLES) {
                 const OfSplit at = of_split(row);
                 if (storer && block < blocks)
-                    for (int box = 0; box < BOXES; box++)
+                    for (int box = 0; box < BOXES; ++box)
                         tma_store(&map, staging + box * (PASS_M * 128),
                                   block * BLOCK_N + 64 * half + box * (64 / BOXES), at.row * BLOCK_M + pass * PASS_M,
                                   at.split);
             } else if (storer && block < blocks) {
-                for (int box = 0; box < BOXES; box++)
+                for (int box = 0; box < BOXES; ++box)
                     tma_store(&map, staging + box * (PASS_M * 128), block * BLOCK_N + 64 * half + box * (64 / BOXES),
                               row * BLOCK_M + pass * PASS_M);
             }
@@ -298,13 +298,13 @@ struct Consumer : Cta {
         const int slot = run_of_tile.number % 2;
         wait_count(&sh.constants_ready[slot], (run_of_tile.number / 2 + 1) * CONSTANT_WARPS, SHORT_BACKOFF);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < 2; ++h) {
             const float2 ac = sh.constants[slot][within + 8 * h];
-            const float low = WITH_LOWS ? __bfloat162float(sh.lows[slot][within + 8 * h]) : 0.f;
+            const float low = WITH_LOWS ? __bfloat162float(sh.lows[slot][within + 8 * h]) : 0.0f;
 #pragma unroll
-            for (int j = 0; j < ACC / 4; j++)
+            for (int j = 0; j < ACC / 4; ++j)
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
+                for (int e = 0; e < 2; ++e) {
                     float& v = d[Accumulator::at(j, h, e)];
                     v = Activation<Y>::of(WITH_LOWS ? line(ac, v) + low : line(ac, v));
                 }
@@ -330,12 +330,12 @@ struct Consumer : Cta {
         } else if (!FLOAT32) {
             float shift[2], in_units[2];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < 2; ++i) {
                 shift[i] = mean[i] - centre_of(mean[i], m2[i], float(rows));
-                in_units[i] = 1.f / deviation_unit(m2[i], rows);
+                in_units[i] = 1.0f / deviation_unit(m2[i], rows);
             }
 #pragma unroll
-            for (int i = 0; i < ACC; i++) {
+            for (int i = 0; i < ACC; ++i) {
                 d[i] += shift[Accumulator::row_half(i)];
                 if (IN_UNITS) d[i] *= in_units[Accumulator::row_half(i)];
             }
@@ -376,7 +376,7 @@ struct Consumer : Cta {
         const Affine u = sh.arguments[mine];
 #endif
         const Merged all = merged_of(mean_of_all, var, u.slope(var, f.eps), u.beta);
-        epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.centre, all.a, all.unit, all.offset));
+        epilogue_in_registers(d, row, block, h, epilogue_of(1.0f, own - all.centre, all.a, all.unit, all.offset));
     }
 
     // The epilogue of the CTA's last tile, once all tiles are merged. `own` is the mean of the thread's feature h in
@@ -388,7 +388,7 @@ struct Consumer : Cta {
             const Merged all = await_merged(merged, features, size_t(block) * BLOCK_N + within + 8 * h, launch);
             epilogue_in_registers(
                 d, row, block, h,
-                epilogue_of(1.f, own - all.centre, all.a, all.unit, all.offset_or(sh.beta[within + 8 * h])));
+                epilogue_of(1.0f, own - all.centre, all.a, all.unit, all.offset_or(sh.beta[within + 8 * h])));
         } else {
             const Affine u = sh.arguments[within + 8 * h];
             Merged all = {};
@@ -400,7 +400,7 @@ struct Consumer : Cta {
             } else {
                 all = await_merged(merged, features, size_t(block) * BLOCK_N + within + 8 * h, launch);
             }
-            epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.centre, all.a, 1.f, u.beta));
+            epilogue_in_registers(d, row, block, h, epilogue_of(1.0f, own - all.centre, all.a, 1.0f, u.beta));
         }
     }
 
@@ -409,8 +409,7 @@ struct Consumer : Cta {
     __device__ __forceinline__ void epilogue_in_registers(float (&d)[ACC], int row, int block, int h,
                                                           const Epilogue& own) const {
         const auto of_both = [&](float2 xy, float2(&both)[2]) {  // for h = 0 and 1
-            const float2 other =
-                make_float2(__shfl_xor_sync(0xFFFFFFFF, xy.x, 1), __shfl_xor_sync(0xFFFFFFFF, xy.y, 1));
+            const float2 other = make_float2(__shfl_xor_sync(~0u, xy.x, 1), __shfl_xor_sync(~0u, xy.y, 1));
             both[0] = h ? other : xy, both[1] = h ? xy : other;
         };
         float2 to_y[2];
@@ -418,7 +417,7 @@ struct Consumer : Cta {
         float2 to_deviation[2];
         of_both(own.to_deviation, to_deviation);
 #pragma unroll
-        for (int i = 0; i < ACC; i++) d[i] = line(to_deviation[Accumulator::row_half(i)], d[i]);
+        for (int i = 0; i < ACC; ++i) d[i] = line(to_deviation[Accumulator::row_half(i)], d[i]);
         of_both(own.to_y, to_y);
         store<false>(*for_backward.map, d, row, block,
                      [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
@@ -426,12 +425,12 @@ struct Consumer : Cta {
         of_both(own.to_y, to_y);
 #endif
 #pragma unroll
-        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[Accumulator::row_half(i)], d[i]));
+        for (int i = 0; i < ACC; ++i) d[i] = Activation<Y>::of(line(to_y[Accumulator::row_half(i)], d[i]));
     }
 
     __device__ __forceinline__ void run() {
         float d[ACC];
-        for (; has(nth); nth++) {
+        for (; has(nth); ++nth) {
             const auto [row, block] = tile(nth, rank);
             float sum[ACC];
             int of_w[2];

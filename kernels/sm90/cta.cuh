@@ -98,7 +98,7 @@ struct Run {
     int block = -1, number = -1;
     __device__ __forceinline__ bool ends_before(int next) {
         if (next == block) return false;
-        block = next, number++;
+        block = next, ++number;
         return true;
     }
 };

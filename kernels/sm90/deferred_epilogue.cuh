@@ -13,37 +13,37 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int 
                *of_tile = partial + (size_t(block) * scheduler.rows + row) * BLOCK_N + EACH * lane;
     Fetched beta[EACH];
 #pragma unroll
-    for (int e = 0; e < EACH; e++)
+    for (int e = 0; e < EACH; ++e)
         beta[e] = !TWO_WORDS && first + e < n ? fetch(f.beta, f.beta_code, first + e) : Fetched{KIND_ABSENT, 0};
     Word all[EACH], tile[EACH], units[EACH];
     while (true) {
         bool here = true;
 #pragma unroll
-        for (int e = 0; e < EACH; e++) {
+        for (int e = 0; e < EACH; ++e) {
             all[e] = peek(of_all + e), tile[e] = peek(of_tile + e);
             if (TWO_WORDS) units[e] = peek(of_all + features + e);
         }
 #pragma unroll
-        for (int e = 0; e < EACH; e++) {
+        for (int e = 0; e < EACH; ++e) {
             here &= all[e].launch == launch && tile[e].launch == launch;
             if (TWO_WORDS) here &= units[e].launch == launch;
         }
-        if (__all_sync(0xFFFFFFFF, here)) break;
+        if (__all_sync(~0u, here)) break;
         __nanosleep(backoff);
     }
     Epilogue made[EACH];
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
+    for (int e = 0; e < EACH; ++e) {
         const int rows = min(int(m) - row * BLOCK_M, BLOCK_M);
         const float unit_of = deviation_unit(tile[e].y, rows), of_tile = centre_of(tile[e].x, tile[e].y, float(rows));
-        const float unit = TWO_WORDS ? units[e].x : 1.f, offset = TWO_WORDS ? units[e].y : beta[e].or_else(0.f);
+        const float unit = TWO_WORDS ? units[e].x : 1.0f, offset = TWO_WORDS ? units[e].y : beta[e].or_else(0.0f);
         made[e] = epilogue_of(unit_of, of_tile - all[e].x, all[e].y, unit, offset);
     }
 #pragma unroll
-    for (int e = 0; e < VEC_Y; e++) {
+    for (int e = 0; e < VEC_Y; ++e) {
         const int from = lane % (BLOCK_N / VEC_Y) * (VEC_Y / EACH) + e / EACH;
         const auto given = [&](float2 of) {
-            return make_float2(__shfl_sync(0xFFFFFFFF, of.x, from), __shfl_sync(0xFFFFFFFF, of.y, from));
+            return make_float2(__shfl_sync(~0u, of.x, from), __shfl_sync(~0u, of.y, from));
         };
 #if SAVE_DEVIATIONS
         coef[e].to_deviation = given(made[e % EACH].to_deviation);
@@ -60,7 +60,7 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) co
     if (block >= blocks) return;
     // wait first for this CTA's stores, then for the word that is merged last, then for all words: polling must not
     // slow down the accesses of others to L2
-    for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, backoff);
+    for (int half = 0; half < WARPGROUPS; ++half) wait_count(&sh.stored[half], nth + 1, backoff);
     if (look(&sh.merged_tiles) <= nth)
         await(merged + size_t(block + 1) * BLOCK_N - 1, *static_cast<volatile u64*>(&sh.launch), backoff);
     constexpr int LANES_PER_ROW = BLOCK_N / VEC_Y,
@@ -76,14 +76,14 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) co
     // bypass L1, which might hold older lines
     const auto read = [&](uint4(&d)[BATCH]) {
 #pragma unroll
-        for (int i = 0; i < BATCH; i++, from += step)
+        for (int i = 0; i < BATCH; ++i, from += step)
             if (i < to_read) d[i] = __ldcg(reinterpret_cast<const uint4*>(from));
         to_read -= BATCH;
     };
     Epilogue coef[VEC_Y];
     const auto write = [&](const uint4(&d)[BATCH]) {
 #pragma unroll
-        for (int i = 0; i < BATCH; i++, to += step, deviations_at += deviations_step) {
+        for (int i = 0; i < BATCH; ++i, to += step, deviations_at += deviations_step) {
             uint4 of_y, of_deviations;
             apply_epilogue(d[i], coef, of_y, of_deviations);
             if (i < to_write) {
@@ -111,7 +111,7 @@ __device__ inline void Cta::epilogue_of_deferred_tiles(int backoff) const {
     while (true) {
         int piece;
         if (lane_id() == 0) piece = atomicAdd(&sh.ticket, 1);
-        piece = __shfl_sync(0xFFFFFFFF, piece, 0);
+        piece = __shfl_sync(~0u, piece, 0);
         if (piece >= pieces) break;
         epilogue_of_deferred_rows(piece, backoff);
     }
@@ -124,7 +124,7 @@ __device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
     for (int c = lane; c < BLOCK_N; c += 32)
         if (block * BLOCK_N + c < n) {
             if constexpr (LOADS_BETA)
-                sh.beta[c] = fetch(f.beta, f.beta_code, block * BLOCK_N + c).or_else(0.f);
+                sh.beta[c] = fetch(f.beta, f.beta_code, block * BLOCK_N + c).or_else(0.0f);
             else
                 sh.arguments[c] = f.affine(block * BLOCK_N + c);
 #if RENORM

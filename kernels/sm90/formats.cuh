@@ -9,7 +9,7 @@ __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float(u3
 // The exponents of w's features `feature` + 8 h.
 __device__ __forceinline__ void load_exponents(const int* w_exponents, int n, int feature, int (&of_w)[2]) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
+    for (int h = 0; h < 2; ++h) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
 }
 
 // d = sum * 2^(x_exponent + w_exponent). Element (j, h, e) uses the exponent of x's row `row` + 8 j + e, and of_w[h].
@@ -18,7 +18,7 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
                                         int row, const int (&of_w)[2]) {
     int of_x[ACC / 2];
 #pragma unroll
-    for (int i = 0; i < ACC / 2; i++) {
+    for (int i = 0; i < ACC / 2; ++i) {
         const int r = row + i / 2 * 8 + i % 2;
         of_x[i] = r < m ? __ldg(x_exponents + r) : 0;
     }
@@ -26,15 +26,15 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
     // 2^48.
     bool mild = max(abs(of_w[0]), abs(of_w[1])) < 64;
 #pragma unroll
-    for (int i = 0; i < ACC / 2; i++) mild &= abs(of_x[i]) < 64;
-    if (__all_sync(0xFFFFFFFF, mild)) {
+    for (int i = 0; i < ACC / 2; ++i) mild &= abs(of_x[i]) < 64;
+    if (__all_sync(~0u, mild)) {
         const float w[2] = {power_of_two(of_w[0]), power_of_two(of_w[1])};
 #pragma unroll
-        for (int i = 0; i < ACC; i++)
+        for (int i = 0; i < ACC; ++i)
             d[i] = sum[i] * power_of_two(of_x[Accumulator::own_column(i)]) * w[Accumulator::row_half(i)];
     } else {
 #pragma unroll
-        for (int i = 0; i < ACC; i++) {
+        for (int i = 0; i < ACC; ++i) {
             const int e = max(of_x[Accumulator::own_column(i)] + of_w[Accumulator::row_half(i)],
                               -252);  // in two steps: 2^e may not be a float
             d[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
@@ -65,7 +65,7 @@ __device__ __forceinline__ float2 unpack(u32 word) {
 // Deviations are stored in units of this power of two, which is near their standard deviation. Otherwise float16 might
 // overflow.
 __device__ __forceinline__ float deviation_unit(float m2, int rows) {
-    if (!IN_UNITS) return 1.f;
+    if (!IN_UNITS) return 1.0f;
     const int exponent = int(__float_as_uint(m2 / float(rows)) >> 23 & 255) - 127;
     return __uint_as_float(u32(127 + (exponent >> 1)) << 23);
 }
@@ -130,7 +130,7 @@ __device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&
                                                uint4& deviations) {
     u32 word[4] = {deferred.x, deferred.y, deferred.z, deferred.w}, deviation[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4; ++i) {
         if constexpr (FLOAT32) {
             float d = __uint_as_float(word[i]);
 #if SAVE_DEVIATIONS

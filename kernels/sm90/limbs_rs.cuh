@@ -28,11 +28,11 @@ struct LimbsOfW {
         float2 v[2][2][2];  // [feature h][16 of k][half of these]
         float top[2] = {};
 #pragma unroll
-        for (int h = 0; h < 2; h++)
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int j = 0; j < 2; j++)
+            for (int j = 0; j < 2; ++j)
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
+                for (int i = 0; i < 2; ++i) {
                     if constexpr (W_MN_MAJOR) {
                         const int k = 16 * j + 8 * i + 2 * quarter, feature = row + 8 * h, of_box = feature % 32;
                         const char* box = tile + feature / 32 * (BLOCK_K * 128) + of_box % 4 * 4;
@@ -48,15 +48,15 @@ struct LimbsOfW {
                     top[h] = fmaxf(top[h], fmaxf(fabsf(v[h][j][i].x), fabsf(v[h][j][i].y)));
                 }
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFF, top[h], 1));
-            top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFF, top[h], 2));
+        for (int h = 0; h < 2; ++h) {
+            top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
+            top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
             field[h] = max(__float_as_int(top[h]) >> 23, LEAST_FIELD);
             const float scale = power_of_two(127 + 14 - field[h]);  // brings the largest number into [2^14, 2^15)
 #pragma unroll
-            for (int j = 0; j < 2; j++)
+            for (int j = 0; j < 2; ++j)
 #pragma unroll
-                for (int i = 0; i < 2; i++)
+                for (int i = 0; i < 2; ++i)
                     split(multiply_no_ftz(v[h][j][i].x, scale), multiply_no_ftz(v[h][j][i].y, scale),
                           high[j][2 * i + h], low[j][2 * i + h]);
         }
@@ -71,19 +71,19 @@ struct UnitsOfW {
     // is scaled to the unit of the part.
     template <int SIZE>
     __device__ __forceinline__ void follow(const int (&of_part)[2], float (&sum)[SIZE], float (&factor)[2]) {
-        if (__any_sync(0xFFFFFFFF, max(of_part[0] - field[0], of_part[1] - field[1]) > SLACK)) {
+        if (__any_sync(~0u, max(of_part[0] - field[0], of_part[1] - field[1]) > SLACK)) {
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int h = 0; h < 2; ++h)
                 if (of_part[h] - field[h] > SLACK) {
                     const float down = power_of_two(max(field[h] - of_part[h], -127));  // 2^-127 becomes 0
                     field[h] = of_part[h];
 #pragma unroll
-                    for (int i = 0; i < SIZE; i++)
+                    for (int i = 0; i < SIZE; ++i)
                         if (Accumulator::row_half(i) == h) sum[i] *= down;
                 }
         }
 #pragma unroll
-        for (int h = 0; h < 2; h++) factor[h] = power_of_two(max(of_part[h] - field[h], -127));
+        for (int h = 0; h < 2; ++h) factor[h] = power_of_two(max(of_part[h] - field[h], -127));
     }
     // the exponent of feature h: an element is 2^exponent times its limbs
     __device__ __forceinline__ int exponent(int h) const { return max(field[h], LEAST_FIELD) - 127 - 14; }

@@ -18,12 +18,12 @@ __device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth
     do {
         here = true;
 #pragma unroll
-        for (int e = 0; e < EACH; e++) tile[e] = peek(words + e);
+        for (int e = 0; e < EACH; ++e) tile[e] = peek(words + e);
 #pragma unroll
-        for (int e = 0; e < EACH; e++) here &= tile[e].launch == launch;
+        for (int e = 0; e < EACH; ++e) here &= tile[e].launch == launch;
     } while (!here);
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
+    for (int e = 0; e < EACH; ++e) {
         own[e].merge(tile[e].x, tile[e].y, row / count * BLOCK_M, min(int(m) - row * BLOCK_M, BLOCK_M));
         if (row + count >= scheduler.rows)
             publish(words_of(block) + row % count * BLOCK_N + first + e, own[e].mean(), own[e].m2, launch);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
     const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
     Welford own[BLOCK_N / 32];
     int nth = 0;
-    for (; has(nth); nth++) {
+    for (; has(nth); ++nth) {
         if (MODE == MODE_RECOMPUTE && nth > 0) break;  // all tiles are one part
         const auto [row, block] = tile(nth, rank);
         if (block >= blocks) continue;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             float mean, m2;
             u64 launch = 0;
             if constexpr (MODE == MODE_CLUSTER_BATCH) {
-                for (int half = 0; half < WARPGROUPS; half++) mbar_wait_sent(&sh.here[half], 0);
+                for (int half = 0; half < WARPGROUPS; ++half) mbar_wait_sent(&sh.here[half], 0);
                 merge_feature(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
             } else {
                 wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
@@ -108,11 +108,11 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             if (mine) exchange.post_feature(feature, {mean, BY_LIMBS ? m2 * M2_OF_LIMBS : m2});
             continue;
 #endif
-            const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.f), of_beta.or_else(0.f)};
+            const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.0f), of_beta.or_else(0.0f)};
             const float var = m2 / float(m);
             const bool publishes = MODE != MODE_CLUSTER_BATCH && speaks;
 #if RENORM
-            const Running of_running = {u, of_b.or_else(0.f), of_rm.or_else(0.f), of_rv.or_else(1.f), f.eps};
+            const Running of_running = {u, of_b.or_else(0.0f), of_rm.or_else(0.0f), of_rv.or_else(1.0f), f.eps};
             const Corrected to_y = {u, of_running, sh.limits, mean, var, f.eps};
 #else
             const Affine& to_y = u;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
         if (next < look(&sh.merged_tiles) * DEFERRED_PIECES && atomicCAS(&sh.ticket, next, next + 1) == next)
             piece = next;
     }
-    piece = __shfl_sync(0xFFFFFFFF, piece, 0);
+    piece = __shfl_sync(~0u, piece, 0);
     if (piece < 0)
         __nanosleep(backoff);
     else
@@ -169,21 +169,21 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         const int share = parts(block).share(), first = share * (merges_tiles(block) ? row % count : row);
         return {block, first, min(first + share, BLOCK_N)};
     };
-    for (int nth = 0; has(nth); nth++) {
+    for (int nth = 0; has(nth); ++nth) {
         const auto [block, first, end] = share_of(nth);
         const int backoff = !has(nth + 1) ? SHORT_BACKOFF : LONG_BACKOFF;
 #pragma unroll 1
         for (int base = first; base < end; base += 32) {
             const int c = base + lane_id(), feature = block * BLOCK_N + c;
             const bool speaks = c < end, mine = speaks && feature < n;
-            Affine u = {1.f, 1.f, 0.f};  // it is loaded during the wait
+            Affine u = {1.0f, 1.0f, 0.0f};  // it is loaded during the wait
             if (mine) u = f.affine(feature);
 #if RENORM
             Running of_running;
             if (mine) of_running = f.running(feature, u);
 #endif
-            while (!__all_sync(0xFFFFFFFF, !mine || exchange.ready(feature))) epilogue_meanwhile(backoff);
-            GroupStatistics<float> all = {1.f, 0.f, 0.f, true};
+            while (!__all_sync(~0u, !mine || exchange.ready(feature))) epilogue_meanwhile(backoff);
+            GroupStatistics<float> all = {1.0f, 0.0f, 0.0f, true};
             if (mine) all = exchange.statistics<float>(feature);
             const float var = all.m2 / all.rows * float(BY_LIMBS ? M2_AS_MADE : 1.0);
 #if RENORM

@@ -29,8 +29,8 @@ struct SmemOperand {
         }
     }
 };
-typedef SmemOperand<W_MN_MAJOR, K_IN_SAMPLES> W;
-typedef SmemOperand<X_MN_MAJOR, CHANNELS_FIRST || K_IN_SAMPLES> X;
+using W = SmemOperand<W_MN_MAJOR, K_IN_SAMPLES>;
+using X = SmemOperand<X_MN_MAJOR, CHANNELS_FIRST || K_IN_SAMPLES>;
 
 // d += w x^T over 32 bytes of k, or d = w x^T if `accumulate` is 0; a and b are descriptors of W and X.
 template <int SIZE>

@@ -6,7 +6,7 @@
 
 __device__ __forceinline__ void Cta::produce(int rank) const {
     int phase = 0, s = 0;
-    for (int nth = 0; has(nth); nth++) {
+    for (int nth = 0; has(nth); ++nth) {
         const auto [row, block] = tile(nth, rank);
         // If CTAs share x, each loads half of the rows, or one limb of all rows. If they share w, each loads some rows
         // of each limb.
@@ -27,11 +27,11 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             sample = first / each, in_sample = first % each;
         }
 #pragma unroll 1
-        for (int of_all = first; of_all < first + steps; of_all++) {
+        for (int of_all = first; of_all < first + steps; ++of_all) {
             int step = of_all, w_depth = 0;
             if constexpr (K_IN_SAMPLES) {
                 depth = w_depth = sample, step = in_sample;
-                if (++in_sample == each) in_sample = 0, sample++;
+                if (++in_sample == each) in_sample = 0, ++sample;
             }
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
@@ -39,16 +39,16 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             // With ELEMENT_LIMBS_RS, w is loaded in two parts of 32 of k or, if it is MN-major, in four parts of 32
             // features. With ELEMENT_LIMBS, one load brings both limbs if no CTAs share w.
             if constexpr (ELEMENT == ELEMENT_LIMBS_RS && W_MN_MAJOR)
-                for (int part = 0; part < BLOCK_N / 32; part++)
+                for (int part = 0; part < BLOCK_N / 32; ++part)
                     tma_load<false, false>(w_tile + part * (BLOCK_K * 128), &w_map, &sh.full[s],
                                            block * BLOCK_N + part * 32, step * BLOCK_K, 0);
             else if constexpr (ELEMENT == ELEMENT_LIMBS_RS)
-                for (int part = 0; part < 2; part++)
+                for (int part = 0; part < 2; ++part)
                     tma_load<false, false>(w_tile + part * (BLOCK_N * 128), &w_map, &sh.full[s],
                                            step * BLOCK_K + part * 32, block * BLOCK_N, 0);
             else
 #pragma unroll
-                for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); limb++)
+                for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); ++limb)
                     W::load<BLOCK_N / W_SHARERS, (W_SHARERS > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,
                                                                   &sh.full[s], step, block * BLOCK_N + w_first,
                                                                   K_IN_SAMPLES ? w_depth : limb);
@@ -64,11 +64,11 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
 __device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank) const {
     Run run;
     int nth = 0, start = 0;  // the first tile of the run
-    for (; has(nth); nth++) {
+    for (; has(nth); ++nth) {
         const auto [row, block] = tile(nth, rank);
         if (block >= blocks || !run.ends_before(block)) continue;
         // wait until the run before has begun: then nobody reads this slot
-        for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_BACKOFF);
+        for (int half = 0; half < WARPGROUPS; ++half) wait_count(&sh.stored[half], start, LONG_BACKOFF);
         start = nth;
 #pragma unroll 1
         for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS) {  // beyond n, any values serve

@@ -21,7 +21,7 @@ struct Recomputer : Consumer {
         mbar_wait(&sh.arguments_ready, 0);
         if (speaks) {
             const Merged all = await_merged(merged, features, size_t(block) * BLOCK_N + mine, launch);
-            sh.centred[mine] = {all.centre, 1.f / all.unit, all.a * all.unit, all.offset_or(sh.beta[mine])};
+            sh.centred[mine] = {all.centre, 1.0f / all.unit, all.a * all.unit, all.offset_or(sh.beta[mine])};
         }
         __syncwarp();
     }
@@ -30,14 +30,14 @@ struct Recomputer : Consumer {
     __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&removed)[2], int row, int block) const {
         float2 to_y[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < 2; ++h) {
             const Centred u = sh.centred[within + 8 * h];
             const float shift = removed[h] - u.mean;
             to_y[h] = make_float2(u.slope, u.offset);
 #pragma unroll
-            for (int j = 0; j < ACC / 4; j++)
+            for (int j = 0; j < ACC / 4; ++j)
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
+                for (int e = 0; e < 2; ++e) {
                     float& v = d[Accumulator::at(j, h, e)];
                     v = SAVE_DEVIATIONS && IN_UNITS ? (v + shift) * u.per_unit : v + shift;
                 }
@@ -46,15 +46,15 @@ struct Recomputer : Consumer {
             store<false>(*for_backward.map, d, row, block,
                          [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
 #pragma unroll
-        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[Accumulator::row_half(i)], d[i]));
+        for (int i = 0; i < ACC; ++i) d[i] = Activation<Y>::of(line(to_y[Accumulator::row_half(i)], d[i]));
         store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
     }
 
     // For a warpgroup whose 64 features are beyond n: publishes zeros, and releases all stages.
     __device__ __forceinline__ void pass_by(int part, int block) {
         if (block < blocks) publish_statistics(part, block, lane_id(), false);
-        for (; has(nth); nth++)
-            for (int step = 0; step < steps; step++) {
+        for (; has(nth); ++nth)
+            for (int step = 0; step < steps; ++step) {
                 mbar_wait(&sh.full[s], phase);
                 release(s);
                 next_stage(step);
@@ -66,7 +66,7 @@ struct Recomputer : Consumer {
         within = 64 * half + 16 * warp + lane / 4;
         if (block * BLOCK_N + 64 * half >= n) return pass_by(own_tiles.part, block);
         float d[ACC];
-        for (; has(nth); nth++) {
+        for (; has(nth); ++nth) {
             const int row = own_tiles.row(nth);
             float sum[ACC];
             int of_w[2];
@@ -83,7 +83,7 @@ struct Recomputer : Consumer {
                 float of_tile[2];
                 centre(d, rows, lane, removed, of_tile);
 #pragma unroll
-                for (int h = 0; h < 2; h++) so_far[h].merge(removed[h], of_tile[h], before, rows);
+                for (int h = 0; h < 2; ++h) so_far[h].merge(removed[h], of_tile[h], before, rows);
                 if (nth < last) continue;
                 publish_statistics(own_tiles.part, block, lane, true);
             }

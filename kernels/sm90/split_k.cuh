@@ -24,21 +24,21 @@ __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float
         return sh.stage[0] + ((part * (BLOCK_M / 8) + j) * CONSUMERS + thread) * 16;
     };
 #pragma unroll
-    for (int j = 0; j < BLOCK_M / 8; j++)
+    for (int j = 0; j < BLOCK_M / 8; ++j)
 #pragma unroll
-        for (int part = 0; part < SPLIT_K; part++) {  // alternate, so that all CTAs receive at the same time
+        for (int part = 0; part < SPLIT_K; ++part) {  // alternate, so that all CTAs receive at the same time
             const float* e = of_all + Accumulator::at(part * (BLOCK_M / 8) + j, 0, 0);
             send(place(rank % SPLIT_K, j), e[0], e[1], e[2], e[3], &sh.summed, first + part);
         }
     mbar_wait_sent(&sh.summed, 0);
 #pragma unroll
-    for (int j = 0; j < BLOCK_M / 8; j++)
+    for (int j = 0; j < BLOCK_M / 8; ++j)
 #pragma unroll
-        for (int part = 0; part < SPLIT_K; part++) {
+        for (int part = 0; part < SPLIT_K; ++part) {
             const float4 v = *reinterpret_cast<const float4*>(place(part, j));
             const float e[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 4; ++i) {
                 float& sum = d[Accumulator::at(j, 0, 0) + i];
                 sum = part == 0 ? e[i] : sum + e[i];
             }

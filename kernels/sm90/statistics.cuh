@@ -28,7 +28,7 @@ struct Frozen {
 // The numbers that the correction of a feature (common/renorm.cuh) takes from its running statistics, before they are
 // updated.
 struct Running {
-    float distance = 0.f, sigma = 1.f;  // s b - running_mean; sigma'
+    float distance = 0.0f, sigma = 1.0f;  // s b - running_mean; sigma'
 
     Running() = default;
     __device__ Running(const Affine& u, float b, float mean, float var, float eps)
@@ -70,29 +70,29 @@ struct Features {  // the caller's per-feature arguments
     __device__ Running running(int i, const Affine& u) const {
         const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
                       of_rv = fetch(running_var, running_var_code, i);
-        return {u, of_b.or_else(0.f), of_rm.or_else(0.f), of_rv.or_else(1.f), eps};
+        return {u, of_b.or_else(0.0f), of_rm.or_else(0.0f), of_rv.or_else(1.0f), eps};
     }
 #endif
 
     __device__ Affine affine(int i) const {
         const Fetched s = fetch(scale, scale_code, i), g = fetch(gamma, gamma_code, i), b = fetch(beta, beta_code, i);
-        return {s.or_else(number), g.or_else(1.f), b.or_else(0.f)};
+        return {s.or_else(number), g.or_else(1.0f), b.or_else(0.0f)};
     }
 
     __device__ Frozen frozen(int i) const {
         const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
                       of_rv = fetch(running_var, running_var_code, i);
         const Affine u = affine(i);
-        const float b = of_b.or_else(0.f), rm = of_rm.or_else(0.f), rv = of_rv.or_else(1.f);
+        const float b = of_b.or_else(0.0f), rm = of_rm.or_else(0.0f), rv = of_rv.or_else(1.0f);
         const float gr = u.gamma / sqrtf(rv + eps), a = multiply_no_ftz(gr, u.scale);
         if constexpr (!BY_LIMBS) {
-            return {a, fmaf(gr, fmaf(u.scale, b, -rm), u.beta), 0.f};
+            return {a, fmaf(gr, fmaf(u.scale, b, -rm), u.beta), 0.0f};
         } else {
             const float sb = __fmul_rn(u.scale, b), at = sb - rm, scaled = __fmul_rn(gr, at), c = scaled + u.beta;
             const float of_at = fmaf(u.scale, b, -sb) + rest_of_sum(sb, -rm, at);
             const float of_c = fmaf(gr, at, -scaled) + rest_of_sum(scaled, u.beta, c) + gr * of_at;
             const float low = of_c + fmaf(gr, u.scale, -a) * (rm / u.scale - b);
-            return {a, c, isfinite(low) ? low : 0.f};
+            return {a, c, isfinite(low) ? low : 0.0f};
         }
     }
 };
@@ -104,7 +104,7 @@ struct Welford {
 
     __device__ __forceinline__ void merge(float mean, float of_tile, int rows_before, int rows) {
         const float before = float(rows_before), weight = float(rows) / (before + float(rows));
-        if (rows_before == 0) high = mean, low = 0.f, m2 = 0.f;
+        if (rows_before == 0) high = mean, low = 0.0f, m2 = 0.0f;
         const float d = mean - high - low, shift = fmaf(d, weight, low), sum = high + shift;
         m2 += fmaf(d * d, before * weight, of_tile);
         low = rest_of_sum(high, shift, sum);
@@ -174,41 +174,41 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
                                               float& mean, float& m2) {
     constexpr int BATCH = 4;  // eight were slower
     const int count = parts.count;
-    const float inverse = 1.f / float(parts.m);  // divide before the wait: after it, others would wait for this
+    const float inverse = 1.0f / float(parts.m);  // divide before the wait: after it, others would wait for this
     float2 part[BATCH];
-    float pivot, sum = 0.f;
-    m2 = 0.f;
+    float pivot, sum = 0.0f;
+    m2 = 0.0f;
 #pragma unroll 1
     for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
         bool missing[BATCH], any;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) missing[i] = t0 + i * lanes < count;
+        for (int i = 0; i < BATCH; ++i) missing[i] = t0 + i * lanes < count;
         do {  // look again at the missing ones only
             any = false;
 #pragma unroll
-            for (int i = 0; i < BATCH; i++)
+            for (int i = 0; i < BATCH; ++i)
                 if (missing[i]) missing[i] = !source.here(t0 + i * lanes, part[i]), any |= missing[i];
         } while (any);
-        if (t0 == member) pivot = __shfl_sync(0xFFFFFFFF, part[0].x, lane_id() & -lanes);  // mean of part 0
+        if (t0 == member) pivot = __shfl_sync(~0u, part[0].x, lane_id() & -lanes);  // mean of part 0
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
+        for (int i = 0; i < BATCH; ++i) {
             const int t = t0 + i * lanes;
             if (t < count) sum = fmaf(parts.rows(t), part[i].x - pivot, sum);
         }
     }
 #pragma unroll 1
-    for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
+    for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
     const float shift = sum * inverse, near = pivot + shift;
-    float rest = 0.f;  // m times (the mean minus `near`)
+    float rest = 0.0f;  // m times (the mean minus `near`)
 #pragma unroll 1
     for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
         if (count > BATCH * lanes) {  // otherwise part still holds them all
 #pragma unroll
-            for (int i = 0; i < BATCH; i++)
+            for (int i = 0; i < BATCH; ++i)
                 if (t0 + i * lanes < count) part[i] = source.again(t0 + i * lanes);
         }
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
+        for (int i = 0; i < BATCH; ++i) {
             const int t = t0 + i * lanes;
             if (t < count) {
                 const float d = part[i].x - pivot - shift;
@@ -219,8 +219,8 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
     }
 #pragma unroll 1
     for (int bit = 1; bit < lanes; bit *= 2) {
-        m2 += __shfl_xor_sync(0xFFFFFFFF, m2, bit);
-        rest += __shfl_xor_sync(0xFFFFFFFF, rest, bit);
+        m2 += __shfl_xor_sync(~0u, m2, bit);
+        rest += __shfl_xor_sync(~0u, rest, bit);
     }
     mean = near + rest * inverse;
 }
@@ -238,54 +238,54 @@ __device__ __forceinline__ float sum_by_halves(const float (&d)[ACC], int h) {
 
 __device__ __forceinline__ float sum_of_rows(const float (&d)[ACC], int h) {
     float sum = sum_by_halves<0, ACC / 4>(d, h);
-    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-    return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
 }
 
 // Turns the first `rows` rows of a tile's accumulator d into deviations from their mean, and computes mean and M2, for
 // the thread's two features.
 __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, float (&mean)[2], float (&m2)[2]) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < 2; ++h) {
         mean[h] = sum_of_rows(d, h) / float(rows);  // rows past m are zero: TMA fills them in
 #pragma unroll
-        for (int j = 0; j < ACC / 4; j++)
+        for (int j = 0; j < ACC / 4; ++j)
             d[Accumulator::at(j, h, 0)] -= mean[h], d[Accumulator::at(j, h, 1)] -= mean[h];
     }
     if (rows < BLOCK_M) {
         float rest[2] = {};
         // If the number of rows is not a power of two, the sum was rounded: also subtract the mean that is left.
 #pragma unroll 1
-        for (int again = 0; again < 2; again++) {
+        for (int again = 0; again < 2; ++again) {
 #pragma unroll
-            for (int j = 0; j < ACC / 4; j++)
+            for (int j = 0; j < ACC / 4; ++j)
 #pragma unroll
-                for (int e = 0; e < 2; e++) {
+                for (int e = 0; e < 2; ++e) {
                     const bool there = 8 * j + Accumulator::first_column(lane) + e < rows;
 #pragma unroll
-                    for (int h = 0; h < 2; h++) {
+                    for (int h = 0; h < 2; ++h) {
                         float& v = d[Accumulator::at(j, h, e)];
-                        v = there ? v - rest[h] : 0.f;
+                        v = there ? v - rest[h] : 0.0f;
                     }
                 }
             if (again) break;
 #pragma unroll
-            for (int h = 0; h < 2; h++) rest[h] = sum_of_rows(d, h) / float(rows), mean[h] += rest[h];
+            for (int h = 0; h < 2; ++h) rest[h] = sum_of_rows(d, h) / float(rows), mean[h] += rest[h];
         }
     }
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+    for (int h = 0; h < 2; ++h) {
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int j = 0; j < ACC / 4; j++) {
+        for (int j = 0; j < ACC / 4; ++j) {
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
+            for (int e = 0; e < 2; ++e) {
                 const float v = d[Accumulator::at(j, h, e)];
                 sum[j % 2 * 2 + e] = fmaf(v, v, sum[j % 2 * 2 + e]);
             }
         }
         m2[h] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-        m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 1);
-        m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 2);
+        m2[h] += __shfl_xor_sync(~0u, m2[h], 1);
+        m2[h] += __shfl_xor_sync(~0u, m2[h], 2);
     }
 }

@@ -40,7 +40,7 @@ struct Merged {  // the results for one feature, over all rows: y = f(a (g - cen
 
 // The centre is the mean, or with SAVE_DEVIATIONS that of the deviations.
 __device__ __forceinline__ Merged merged_of(float mean, float var, float a, float beta) {
-    const float centre = SAVE_DEVIATIONS ? centre_of(mean, var, 1.f) : mean;
+    const float centre = SAVE_DEVIATIONS ? centre_of(mean, var, 1.0f) : mean;
     return {centre, a, deviation_unit(var, 1), centre == mean ? beta : fmaf(-a, mean - centre, beta)};
 }
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ Merged merged_of(float mean, float var, float a, floa
 // units may differ from 1 or the offset from beta.
 __device__ __forceinline__ Merged await_merged(const Word* merged, size_t features, size_t feature, u64 launch) {
     const float2 all = await(merged + feature, launch);
-    if constexpr (!TWO_WORDS) return {all.x, all.y, 1.f, 0.f};
+    if constexpr (!TWO_WORDS) return {all.x, all.y, 1.0f, 0.0f};
     const float2 more = await(merged + features + feature, launch);
     return {all.x, all.y, more.x, more.y};
 }
