@@ -186,11 +186,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS
         }
         mbar_init(&sh.drained, CLUSTER * CONSUMERS / 32);
         mbar_init(&sh.summed, 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        mbar_init_fence();
         mbar_expect(&sh.summed, sizeof(sh.parts));
     }
     __syncthreads();
-    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if constexpr (CLUSTER > 1) cluster_arrive();
     if (threadIdx.x >= CONSUMERS) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == CONSUMERS) {
@@ -220,11 +220,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS
             }
         }
         __syncwarp();
-        if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        if constexpr (CLUSTER > 1) cluster_wait();
         return;
     }
     take_registers<CONSUMER_REGISTERS>();
-    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if constexpr (CLUSTER > 1) cluster_wait();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     Consumer consumer = {p, sh, group, int(threadIdx.x % 128), input + group * 64};
     mbar_wait(&sh.x_full, 0);

@@ -171,11 +171,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
               steps = K_IN_SAMPLES ? all_steps / int(p.parts_alone) : all_steps * (part + 1) / SPLIT_K - first_step;
     const int blocks = int((n + BLOCK_N - 1) / BLOCK_N);
     const size_t features = size_t(blocks) * BLOCK_N;
-    const int rows = BLOCK_M * W_SHARERS;  // rows of the tiles of a cluster
-    const int splits = K_IN_SAMPLES ? int(p.parts_alone) : 1;
 #if CHANNELS_FIRST
     const int rows_of_tiles = int(p.tiles);
 #else
+    const int rows = BLOCK_M * W_SHARERS;  // rows of the tiles of a cluster
+    const int splits = K_IN_SAMPLES ? int(p.parts_alone) : 1;
     const int rows_of_tiles = splits * int((m + rows - 1) / rows);
 #endif
     const TileScheduler scheduler = {rows_of_tiles,   (blocks + X_SHARERS - 1) / X_SHARERS,
@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
             for (int half = 0; half < WARPGROUPS; ++half) mbar_init(&sh.here[half], CLUSTER_CTAS == 1 ? 64 : 1);
         sh.ready = sh.constants_ready[0] = sh.constants_ready[1] = sh.ticket = sh.merged_tiles = 0;
         for (int half = 0; half < WARPGROUPS; ++half) sh.stored[half] = 0;
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        mbar_init_fence();
     }
     cluster_begin();
     const bool independent = MODE == MODE_GEMM && p.flags & FLAG_INDEPENDENT;
@@ -284,8 +284,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
         if constexpr (DEFERS) {
             __syncwarp();
             mbar_wait(&sh.agreed, 0);
-            cta.epilogue_of_deferred_tiles(warp == 0 ? SHORT_BACKOFF
-                                                     : LONG_BACKOFF);  // by now warp 0 has loaded everything
+            // by now warp 0 has loaded everything
+            cta.epilogue_of_deferred_tiles(warp == 0 ? SHORT_BACKOFF : LONG_BACKOFF);
         }
     } else {
         take_registers<CONSUMER_REGISTERS>();

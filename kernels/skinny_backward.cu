@@ -48,10 +48,10 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         if (threadIdx.x < TEAMS) {
             mbar_init(&barriers[threadIdx.x].ready, CLUSTER);
             mbar_init(&barriers[threadIdx.x].sent, 1);
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            mbar_init_fence();
         }
         __syncthreads();
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+        cluster_arrive();
     }
 
     const int width = CLUSTER == 1 ? FEATURES : int(p.skinny_features);
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     if constexpr (GROUPS > 1) __syncthreads();
     issue_copies(TILES - 1, next_row);
     next_row -= TEAMS * ROWS;
-    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if constexpr (CLUSTER > 1) cluster_wait();
 
     Products products;
     int stage = 0, phase = 0;

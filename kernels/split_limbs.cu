@@ -30,9 +30,9 @@ constexpr int WARPS = 8;                                            // warps of 
 constexpr int HELD = 4;                                             // pieces in the registers of a lane
 constexpr int PIECES = WIDTH <= 256 ? 1 : WIDTH <= 512 ? 2 : HELD;  // pieces of one row
 constexpr int LANES = WIDTH / (8 * PIECES);                         // lanes that share a row
-constexpr int GROUPS = HELD / PIECES;                               // rows that a lane has
+constexpr int LANE_ROWS = HELD / PIECES;                            // rows that a lane has
 constexpr int ABREAST = 32 * WARPS / LANES;                         // adjacent rows of a CTA
-constexpr int ROWS = GROUPS * ABREAST;                              // of a CTA at once; gsbn/_plan/variants.py reads it
+constexpr int ROWS = LANE_ROWS * ABREAST;                           // of a CTA at once; gsbn/_plan/variants.py reads it
 constexpr int SPAN = 64;  // adjacent elements whose limbs lie together: 128 bytes for each limb
 constexpr unsigned INFINITE = 0x7F800000u;
 
@@ -100,15 +100,15 @@ __device__ __forceinline__ unsigned largest_of(const float (&v)[8], unsigned top
 }
 
 // Computes the largest magnitude of each row over the lanes that share the row.
-__device__ __forceinline__ void share(unsigned (&top)[GROUPS]) {
+__device__ __forceinline__ void share(unsigned (&top)[LANE_ROWS]) {
     if constexpr (LANES < 32) {
 #pragma unroll
         for (int apart = LANES / 2; apart > 0; apart /= 2)
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) top[g] = max(top[g], __shfl_xor_sync(~0u, top[g], apart));
+            for (int g = 0; g < LANE_ROWS; ++g) top[g] = max(top[g], __shfl_xor_sync(~0u, top[g], apart));
     } else {
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) top[g] = __reduce_max_sync(~0u, top[g]);
+        for (int g = 0; g < LANE_ROWS; ++g) top[g] = __reduce_max_sync(~0u, top[g]);
     }
     if constexpr (LANES > 32) {
         __shared__ unsigned of_warp[WARPS];
@@ -131,17 +131,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         const long long row = (item < of_x ? item : item - of_x) * ROWS + threadIdx.x / LANES;
         const long long first = 8 * (threadIdx.x % LANES);
 
-        float v[GROUPS][PIECES][8];
+        float v[LANE_ROWS][PIECES][8];
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
+        for (int g = 0; g < LANE_ROWS; ++g)
 #pragma unroll
             for (int h = 0; h < PIECES; ++h) {
                 const long long i = row + g * ABREAST, j = first + 8 * LANES * h;
                 read(o.a + i * o.pitch + j, o.vector, i < o.rows ? of_eight(k - j) : 0, v[g][h]);
             }
-        unsigned top[GROUPS] = {};
+        unsigned top[LANE_ROWS] = {};
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
+        for (int g = 0; g < LANE_ROWS; ++g)
 #pragma unroll
             for (int h = 0; h < PIECES; ++h) top[g] = largest_of(v[g][h], top[g]);
         if constexpr (LANES > 32)
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         share(top);
 
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
+        for (int g = 0; g < LANE_ROWS; ++g) {
             const long long i = row + g * ABREAST;
             if (i >= o.rows) break;
             const RowScale scale = scale_of(top[g]);
@@ -339,16 +339,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS,
                 *reinterpret_cast<Vector<__half, 4>*>(row_limbs + i * p.ld_limbs[which] + SPAN) = low;
             }
 
-        __half* blocks_wide = (which == 0   ? a_transposed
-                               : which == 1 ? b_transposed
-                                            : c_transposed) +
-                              place_of(row) + 2 * lane;
+        __half* to = (which == 0 ? a_transposed : which == 1 ? b_transposed : c_transposed) + place_of(row) + 2 * lane;
         const long long length = length_of(matrix.m);
         for (int line = warp; line < 2 * TILE; line += WARPS) {
             const int limb = line % 2, e = line / 2;
             if (column + e < matrix.n)
-                *reinterpret_cast<__half2*>(blocks_wide + (column + e) * length + limb * SPAN) =
-                    transposed[limb][e][lane];
+                *reinterpret_cast<__half2*>(to + (column + e) * length + limb * SPAN) = transposed[limb][e][lane];
         }
     });
 }

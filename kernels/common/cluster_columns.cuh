@@ -64,12 +64,12 @@ struct ClusterTotals {
         if constexpr (CLUSTER > 1) {
             if (threadIdx.x == 0) {
                 mbar_init(&here, 1);
-                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+                mbar_init_fence();
                 const int own = EVERYWHERE ? columns : (columns + CLUSTER - 1 - rank) / CLUSTER;
                 mbar_expect(&here, CLUSTER * own * PAIRS * int(sizeof(double2)));
             }
             __syncthreads();
-            asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+            cluster_arrive();
         }
     }
     // Turns the sums of the CTA into those of the cluster. All threads call this, each with one column; of the threads
@@ -77,7 +77,7 @@ struct ClusterTotals {
     // sums may end. They are added in the order of the ranks.
     __device__ __forceinline__ void add(int rank, int column, bool sends, double (&sums)[2 * PAIRS]) {
         if constexpr (CLUSTER > 1) {
-            asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+            cluster_wait();
             const int at = EVERYWHERE ? column : column / CLUSTER;
             if (sends)
 #pragma unroll

@@ -18,9 +18,9 @@ enum : long long {
     FLAG_UNITS = 16,      // deviations are saved in units of a power of two near their spread: float16's range is short
     FLAG_ALONE = 32,      // all rows of a feature lie in one tile: no CTA of forward_sm90 waits for another
     FLAG_RUNNING = 64,    // inference: the constants of y come from the running statistics
-    FLAG_ROUNDS = 512,    // deviations are saved in 16 bits: deviation_centre
-    FLAG_LIMBS = 256,     // the tensor core computed g from limbs: see M2_OF_LIMBS
     FLAG_INDEPENDENT = 128,  // this launch reads nothing that the launch ahead writes: await_kernel_ahead
+    FLAG_LIMBS = 256,        // the tensor core computed g from limbs: see M2_OF_LIMBS
+    FLAG_ROUNDS = 512,       // deviations are saved in 16 bits: deviation_centre
 };
 
 __device__ inline float to_float(float v) { return v; }
@@ -54,6 +54,12 @@ template <typename T, int N>
 struct alignas(sizeof(T) * N) Vector {
     T at[N];
 };
+
+// Reads a number that another thread may change meanwhile.
+template <typename T>
+__device__ __forceinline__ T load_volatile(const T* from) {
+    return *static_cast<const volatile T*>(from);
+}
 
 // Loads the first `inside` of N adjacent elements; the rest are zeros. The address is aligned for an access of N
 // elements.

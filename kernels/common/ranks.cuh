@@ -32,6 +32,12 @@ struct Ranks {  // in device memory; gsbn/_ranks/exchange.py writes it; every fi
     char* mailbox[1];            // the mailbox of each rank, this one too
 };
 
+__device__ __forceinline__ unsigned long long now() {  // ns
+    unsigned long long t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+    return t;
+}
+
 template <typename R>
 struct GroupStatistics {  // a feature's statistics over all ranks
     R rows, mean, m2;
@@ -52,19 +58,13 @@ struct Exchange {
     const char* own;  // where the call's letters begin in this rank's mailbox: a row for every rank
     long long letters;
 
-    __device__ static unsigned long long time() {
-        unsigned long long t;
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
-        return t;
-    }
-
     __device__ Exchange(Ranks* ranks, const double* gathered, long long pitch, long long signature)
         : ranks(ranks),
           gathered(gathered),
           pitch(pitch),
           signature(double(signature)),
-          call(*static_cast<volatile unsigned long long*>(&ranks->call) + 1),
-          deadline(time() + ranks->timeout),
+          call(load_volatile(&ranks->call) + 1),
+          deadline(now() + ranks->timeout),
           rank(int(ranks->rank)),
           size(int(ranks->size)),
           letters(ranks->letters) {
@@ -135,9 +135,9 @@ struct Exchange {
             wrong |= header && other && !(gathered != nullptr && rows[i] == 0.0);
         }
         if (wrong) fail(STATUS_OTHER_CALL);
-        if (wrong || *static_cast<volatile unsigned long long*>(&ranks->broken)) return NEVER;
+        if (wrong || load_volatile(&ranks->broken)) return NEVER;
         if (here) return HERE;
-        if (time() > deadline) fail(STATUS_TIMEOUT);
+        if (now() > deadline) fail(STATUS_TIMEOUT);
         return NOT_YET;
     }
 

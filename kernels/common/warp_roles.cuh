@@ -18,6 +18,9 @@ __device__ __forceinline__ void mbar_init(unsigned long long* bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem(bar)), "r"(count));
 }
 
+// Makes initialised barriers visible to the other CTAs of the cluster and to TMA.
+__device__ __forceinline__ void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
 __device__ __forceinline__ void mbar_expect(unsigned long long* bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(bar)), "r"(bytes) : "memory");
 }
@@ -44,6 +47,13 @@ __device__ __forceinline__ void mbar_wait_sent(unsigned long long* bar, int phas
         "r"(phase)
         : "memory");
 }
+
+// All threads of a cluster arrive, and later wait for each other. The arrival is relaxed: from another CTA, a thread then
+// sees only the writes that were fenced for the cluster, such as initialised barriers.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Arrives at another CTA's barrier. This is relaxed: it only says that this CTA has read some memory, which is now
 // free. A release would cost a fence.

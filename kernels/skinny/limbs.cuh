@@ -126,7 +126,7 @@ struct LimbsOfX {
 
     // Issues the products with a part of the weight. `sums` is their sum after `end` has waited.
     __device__ __forceinline__ void begin(float (&sums)[2 * LANE_FEATURES], const uint4* weight) const {
-        const unsigned long long w = operand_descriptor(unsigned(__cvta_generic_to_shared(weight)), 0);
+        const unsigned long long w = operand_descriptor(smem(weight), 0);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4 * CHUNKS; ++i) {

@@ -167,12 +167,11 @@ struct ByWgmma {
     // each element of dx, and may overlap x.
     __device__ __forceinline__ void take(const uint4* dg, uint4* room, const uint4* x, const T* weight, T* to, int left,
                                          int k, ClusterBarriers& barriers, int phase) {
-        const auto at = [](const void* p) { return unsigned(__cvta_generic_to_shared(p)); };
         constexpr int NEXT_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // added to a descriptor by 16 of k; bytes of a block
-        const auto dg_k_major = operand_descriptor(at(dg), 16), dg_mn_major = operand_descriptor(at(dg), BLOCK);
+        const auto dg_k_major = operand_descriptor(smem(dg), 16), dg_mn_major = operand_descriptor(smem(dg), BLOCK);
         const int input0 = group() * OF_DX;
         const T* const own = weight + input0 / 64 * (64 * FEATURES) + input0 % 64;
-        const auto of_x = operand_descriptor(at(x), BLOCK), of_w = operand_descriptor(at(own), FEATURES * 128);
+        const auto of_x = operand_descriptor(smem(x), BLOCK), of_w = operand_descriptor(smem(own), FEATURES * 128);
         wgmma_fence();
         // dx is computed even if it is not wanted: with a branch here, each wgmma would wait for the one before
         float dx[DX_SIZE];

@@ -10,7 +10,7 @@
 #include "sm90/operand.cuh"
 
 struct Consumer : Cta {
-    const int half, warp, lane, rank;              // half: half: which consumer warpgroup this is
+    const int half, warp, lane, rank;              // half: which consumer warpgroup this is
     const bool storer = warp == 0 && lane == 0;    // the thread that issues the warpgroup's TMA stores
     int phase = 0, s = 0, nth = 0;                 // phase of the next stage; the next stage; number of the tile
     int to_release = products() * steps - STAGES;  // stages that are still to be released
@@ -158,10 +158,8 @@ struct Consumer : Cta {
         if constexpr (SPLIT_K > 1) {  // all CTAs need one unit: their sums will be added; x is below 2^15
             constexpr int COMMON = 10;
 #pragma unroll
-            for (int i = 0; i < PRODUCT_ACC; ++i) {
-                const int e = of_w[Accumulator::row_half(i)] - COMMON;
-                sum[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);  // 2^e may not be a float
-            }
+            for (int i = 0; i < PRODUCT_ACC; ++i)
+                sum[i] = times_power_of_two(sum[i], of_w[Accumulator::row_half(i)] - COMMON);
             of_w[0] = of_w[1] = COMMON;
         }
     }
@@ -199,8 +197,8 @@ struct Consumer : Cta {
 #pragma unroll 1
         for (int box = 0; box < BOXES; ++box) {
             const int col0 = column + box * (64 / BOXES);
-            const int left =
-                min(int(n) - col0, 64) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's first one on
+            // bytes of a row of y, from the lane's first one on
+            const int left = min(int(n) - col0, 64) * Y_BYTES - 4 * lane;
             char* to = y + (row0 + warp) * y_pitch + size_t(col0) * Y_BYTES + 4 * lane;
             const bool straddles = !FLOAT32 && size_t(to) & 2, begins_before = straddles && lane > 0;
             const bool word = begins_before ? left >= 2 : !straddles && left >= 4;
@@ -440,7 +438,8 @@ struct Consumer : Cta {
             const int feature = block * BLOCK_N + within;
             if (is_there(row, block)) {
                 if constexpr (ELEMENT == ELEMENT_LIMBS) load_exponents(w_exponents, int(n), feature, of_w);
-                if constexpr (BY_LIMBS) unscale(sum, d, x_exponents, int(m), row * BLOCK_M + 2 * (lane & 3), of_w);
+                if constexpr (BY_LIMBS)
+                    unscale(sum, d, x_exponents, int(m), row * BLOCK_M + Accumulator::first_column(lane), of_w);
                 if constexpr (MODE == MODE_INFERENCE) apply_constants(d, block);
                 if constexpr (MODE == MODE_TRAINING) normalize(d, row, block, lane);
                 if constexpr (MODE == MODE_CLUSTER_BATCH) normalize_in_cluster(d, row, block, lane);

@@ -10,9 +10,10 @@ constexpr bool WITH_LOWS = MODE == MODE_INFERENCE && BY_LIMBS;
 
 struct Shared {                       // starts on 1024 bytes, because swizzled stages must
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
-    char staging[WARPGROUPS][STAGINGS]
-                [STAGING_BYTES];  // y before TMA stores it, swizzled; a pass is written while another is stored
-    union {                       // a variant uses one of these three
+    // y before TMA stores it, swizzled; a pass is written while another is stored
+    char staging[WARPGROUPS][STAGINGS][STAGING_BYTES];
+    // a variant uses one of these three
+    union {
         float2 constants[2][MODE == MODE_INFERENCE ? BLOCK_N : 1];  // a and c of this run and of the next (Run)
         float beta[LOADS_BETA ? BLOCK_N : 1];                       // of the CTA's last tile
         Affine arguments[MODE == MODE_INFERENCE || LOADS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
@@ -77,7 +78,7 @@ struct OwnTiles {
     int col, part;
     int first, step, count;  // the rows of tiles that the cluster has: first, first + step, ...
 
-    __device__ OwnTiles() = default;
+    OwnTiles() = default;
     __device__ explicit OwnTiles(const ForwardSm90Problem& p, int cols) {
         part = quotient(cluster_id(), p.of_rest), col = cluster_id() - part * cols;
         const int of_part = int(p.tiles_of_part), longer = int(p.longer_parts);

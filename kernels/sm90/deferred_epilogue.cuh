@@ -2,11 +2,11 @@
 #pragma once
 #include "sm90/cta.cuh"
 
-// Loads the coefficients of y = f(a (d + tile's centre - centre) + offset) for the VEC_Y features of a lane's columns, once
-// all features of the tile are merged. A lane computes the coefficients of EACH neighbouring features, with all its
-// words in flight at once; shuffles distribute them.
+// Loads the coefficients of y = f(a (d + tile's centre - centre) + offset) for the VEC_Y features of a lane's columns,
+// once all features of the tile are merged. A lane computes the coefficients of EACH neighbouring features, with all
+// its words in flight at once; shuffles distribute them.
 __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int block, int backoff) const {
-    const u64 launch = *static_cast<volatile u64*>(&sh.launch);
+    const u64 launch = load_volatile(&sh.launch);
     constexpr int EACH = BLOCK_N / 32;
     const int lane = lane_id(), first = block * BLOCK_N + EACH * lane;
     const Word *of_all = merged + first,
@@ -62,14 +62,13 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) co
     // slow down the accesses of others to L2
     for (int half = 0; half < WARPGROUPS; ++half) wait_count(&sh.stored[half], nth + 1, backoff);
     if (look(&sh.merged_tiles) <= nth)
-        await(merged + size_t(block + 1) * BLOCK_N - 1, *static_cast<volatile u64*>(&sh.launch), backoff);
-    constexpr int LANES_PER_ROW = BLOCK_N / VEC_Y,
-                  STEP = 32 / LANES_PER_ROW;        // lanes that share a row; rows of an access
+        await(merged + size_t(block + 1) * BLOCK_N - 1, load_volatile(&sh.launch), backoff);
+    constexpr int LANES_PER_ROW = BLOCK_N / VEC_Y, STEP = 32 / LANES_PER_ROW;  // STEP: rows of an access
     constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; coefficients of deviations take the other registers
     const int lane = lane_id(), feature = block * BLOCK_N + lane % LANES_PER_ROW * VEC_Y;
     const int first = row * BLOCK_M + piece % DEFERRED_PIECES * DEFERRED_ROWS + lane / LANES_PER_ROW;
-    int to_read = feature < n ? (min(int(m) - first, DEFERRED_ROWS) + STEP - 1) / STEP : 0,
-        to_write = to_read;  // in accesses
+    // in accesses
+    int to_read = feature < n ? (min(int(m) - first, DEFERRED_ROWS) + STEP - 1) / STEP : 0, to_write = to_read;
     const size_t step = STEP * y_pitch, deviations_step = STEP * p.ld_deviations * Y_BYTES;
     char *from = y + size_t(first) * y_pitch + size_t(feature) * Y_BYTES, *to = from;
     char* deviations_at = for_backward.deviations + (size_t(first) * p.ld_deviations + size_t(feature)) * Y_BYTES;

@@ -6,6 +6,11 @@
 // 2^e for -126 <= e <= 127
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float(u32(127 + e) << 23); }
 
+// v 2^e for |e| <= 252, in two steps: 2^e may not be a float.
+__device__ __forceinline__ float times_power_of_two(float v, int e) {
+    return v * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
+}
+
 // The exponents of w's features `feature` + 8 h.
 __device__ __forceinline__ void load_exponents(const int* w_exponents, int n, int feature, int (&of_w)[2]) {
 #pragma unroll
@@ -35,9 +40,8 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
     } else {
 #pragma unroll
         for (int i = 0; i < ACC; ++i) {
-            const int e = max(of_x[Accumulator::own_column(i)] + of_w[Accumulator::row_half(i)],
-                              -252);  // in two steps: 2^e may not be a float
-            d[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
+            const int e = of_x[Accumulator::own_column(i)] + of_w[Accumulator::row_half(i)];
+            d[i] = times_power_of_two(sum[i], max(e, -252));
         }
     }
 }
@@ -67,7 +71,7 @@ __device__ __forceinline__ float2 unpack(u32 word) {
 __device__ __forceinline__ float deviation_unit(float m2, int rows) {
     if (!IN_UNITS) return 1.0f;
     const int exponent = int(__float_as_uint(m2 / float(rows)) >> 23 & 255) - 127;
-    return __uint_as_float(u32(127 + (exponent >> 1)) << 23);
+    return power_of_two(exponent >> 1);
 }
 
 // The centre of deviations of y's format, for statistics over `rows` rows (deviation_centre).
@@ -110,19 +114,19 @@ struct Epilogue {
 };
 
 // The epilogue for deviations from a tile's centre, in units of `unit_of`. The tile's centre exceeds that of all rows by
-// `shift`; `beta` is what y is at the latter.
-__device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, float a, float unit, float beta) {
+// `shift`. At the latter y = f(offset).
+__device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, float a, float unit, float offset) {
 #if SAVE_DEVIATIONS
-    return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, beta)};
+    return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, offset)};
 #else
-    return {make_float2(a * unit_of, fmaf(a, shift, beta))};
+    return {make_float2(a * unit_of, fmaf(a, shift, offset))};
 #endif
 }
 
-// The epilogue of a feature's g, once the mean is known: y = f(slope d + offset) with d = per_unit (g - mean). With
-// SAVE_DEVIATIONS, d is saved; otherwise per_unit is 1.
+// The epilogue of a feature's g, once the statistics are known: y = f(slope d + offset) with d = per_unit (g - centre).
+// With SAVE_DEVIATIONS, d is saved; otherwise per_unit is 1.
 struct Centred {
-    float mean, per_unit, slope, offset;
+    float centre, per_unit, slope, offset;
 };
 
 // Turns 16 bytes of deferred deviations into 16 bytes of y and, with SAVE_DEVIATIONS, 16 bytes of deviations.

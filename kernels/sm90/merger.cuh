@@ -10,7 +10,7 @@ __device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth
                                            int backoff) const {
     constexpr int EACH = BLOCK_N / 32;
     wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
-    const u64 launch = *static_cast<volatile u64*>(&sh.launch);
+    const u64 launch = load_volatile(&sh.launch);
     const int first = EACH * lane_id(), count = part_count(block);
     const Word* words = partial + (size_t(block) * scheduler.rows + row) * BLOCK_N + first;
     Word tile[EACH];
@@ -31,7 +31,7 @@ __device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth
 }
 
 __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const {
-    const long long count = batches ? *static_cast<volatile long long*>(batches) + 1 : 1;
+    const long long count = batches ? load_volatile(batches) + 1 : 1;
     u64 number = 0;  // stays 0 in MODE_CLUSTER_BATCH, which has no words
     if constexpr (MODE != MODE_CLUSTER_BATCH)
         number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(epoch, lane);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 merge_feature(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
             } else {
                 wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
-                launch = *static_cast<volatile u64*>(&sh.launch);
+                launch = load_volatile(&sh.launch);
                 await(words + size_t(parts.count - 1) * BLOCK_N, launch, backoff);
                 const Published published = {words + min(c, BLOCK_N - 1), launch};
                 merge_feature(published, parts, member, lanes, mean, m2);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
     int piece = -1;
     if (lane_id() == 0) {
-        const int next = *static_cast<volatile int*>(&sh.ticket);
+        const int next = load_volatile(&sh.ticket);
         if (next < look(&sh.merged_tiles) * DEFERRED_PIECES && atomicCAS(&sh.ticket, next, next + 1) == next)
             piece = next;
     }
@@ -157,7 +157,7 @@ __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
 __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     mbar_wait(&sh.agreed, 0);
     const Exchange<2> exchange(ranks, nullptr, 0, p.signature);
-    const u64 launch = *static_cast<volatile u64*>(&sh.launch);
+    const u64 launch = load_volatile(&sh.launch);
     // the features [first, end) of a tile's block that this CTA's merger has merged
     struct Share {
         int block, first, end;

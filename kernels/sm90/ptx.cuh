@@ -22,19 +22,11 @@ __device__ __forceinline__ int cluster_rank() {
 // which of the SPLIT_K ranges of k
 __device__ __forceinline__ int cluster_part() { return SPLIT_K > 1 ? cluster_rank() % SPLIT_K : 0; }
 
-__device__ __forceinline__ u64 now() {
-    u64 t;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
-    return t;
-}
-
-// All threads of a cluster wait for each other. Threads of one CTA then see each other's writes. From another CTA they
-// see only the writes that were fenced for the cluster: the initialised barriers. (A release at cluster scope would
-// cost every warp a GPU fence.)
+// All threads of a cluster wait for each other. Threads of one CTA then see each other's writes. (A release at cluster
+// scope would cost every warp a GPU fence.)
 __device__ __forceinline__ void cluster_begin() {
     __syncthreads();
-    if constexpr (CLUSTER_CTAS > 1)
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if constexpr (CLUSTER_CTAS > 1) cluster_arrive(), cluster_wait();
 }
 
 // waits for the four warps of a consumer warpgroup
@@ -47,15 +39,15 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
 }
 
 // Loads a box. With ALL the box goes to the same place, and counts at the same barrier, in every CTA that shares the
-// tile. If the map has a third dimension, it is the limb or the sample.
+// tile. DEEP: the map has a third dimension, the limb or the sample.
 #define TMA_LOAD(DIMENSIONS, COORDINATES, MULTICAST, MASK)                                                         \
     asm volatile("cp.async.bulk.tensor." DIMENSIONS                                                                \
                  ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" MULTICAST " [%0], [%1, {" COORDINATES \
                  "}], [%2]" MASK ";" ::"r"(smem(to)),                                                              \
-                 "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(every_cta)                               \
+                 "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(z), "h"(every_cta)                                  \
                  : "memory")
 template <bool ALL, bool DEEP = MATRICES == 2>
-__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
+__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int z) {
     constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << SPLIT_K) - 1);  // a bit for each CTA, SPLIT_K apart
     const short every_cta = ALL ? SIDES << cluster_part() : 0;
     if constexpr (!DEEP && !ALL) TMA_LOAD("2d", "%3, %4", "", "");

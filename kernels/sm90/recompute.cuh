@@ -32,7 +32,7 @@ struct Recomputer : Consumer {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const Centred u = sh.centred[within + 8 * h];
-            const float shift = removed[h] - u.mean;
+            const float shift = removed[h] - u.centre;
             to_y[h] = make_float2(u.slope, u.offset);
 #pragma unroll
             for (int j = 0; j < ACC / 4; ++j)
@@ -74,7 +74,7 @@ struct Recomputer : Consumer {
             const int lane = lane_id();  // read again: values that depend on it must not take registers in the mainloop
             if constexpr (BY_LIMBS) {
                 load_exponents(w_exponents, int(n), block * BLOCK_N + within, of_w);
-                unscale(sum, d, x_exponents, int(m), row * BLOCK_M + 2 * (lane & 3), of_w);
+                unscale(sum, d, x_exponents, int(m), row * BLOCK_M + Accumulator::first_column(lane), of_w);
             }
             float removed[2] = {};  // the mean that has been subtracted from g
             if (nth <= last) {

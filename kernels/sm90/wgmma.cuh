@@ -8,6 +8,7 @@
 //   MN-major    a row holds one k and 128 bytes of the product's rows, and a block has all of k
 #pragma once
 #include "common/elements.cuh"
+#include "common/warp_roles.cuh"
 #include "sm90/accumulator.cuh"
 
 // The descriptor of an operand at shared-memory address `at`. If it is MN-major, its blocks are `block_bytes` apart. If
@@ -108,6 +109,6 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[SIZE], const unsigned (&a)[4
 __device__ __forceinline__ void load_matrices(unsigned (&a)[4], const uint4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(unsigned(__cvta_generic_to_shared(row)))
+                 : "r"(smem(row))
                  : "memory");
 }
