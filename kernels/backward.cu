@@ -1,7 +1,7 @@
 // backward: computes, from dy and the deviations d that the forward saved, the whole backward except its two GEMMs.
 //
 //   dy (m, n) of T, any strides      d (m, n) of D, row pitch ldd, rows on 16 bytes
-//   training:   d = (g - mean(g)) / unit; each feature has a unit, a power of two (1 except for float16)
+//   training:   d = (g - c) / unit    c: mean(g), or 0 (deviation_centre); unit: a power of two, 1 except for float16
 //   inference:  d = g
 //
 // If the forward had an activation, both passes first turn dy into the gradient with respect to the activation's input

@@ -34,7 +34,7 @@ struct DualGemmProblem {
 
 constexpr int STEP = 64;     // features in a step
 constexpr int INPUTS = 128;  // input features of a CTA
-constexpr int GROUPS = INPUTS / 64, CONSUMERS = 128 * GROUPS, THREADS = CONSUMERS + 128;
+constexpr int WARPGROUPS = INPUTS / 64, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int STAGES = ROWS == 128 ? 5 : ROWS == 64 ? 6 : 8;
 constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 24;
 constexpr int PAIRS = ROWS / 4 / CLUSTER;  // pairs of neighbouring rows of dx that a thread adds up
@@ -45,22 +45,22 @@ using Element = __nv_bfloat16;
 #endif
 
 struct Stage {
-    char w[GROUPS][STEP * 128];
+    char w[WARPGROUPS][STEP * 128];
     char dg[ROWS * 128];
 };
 struct Shared {
-    char x[GROUPS][ROWS * 128];
+    char x[WARPGROUPS][ROWS * 128];
     union {
         Stage stage[STAGES];
         float2 parts[CLUSTER][PAIRS][CONSUMERS];  // parts of dx, from each CTA
     };
-    char dw[GROUPS][STEP * 128];  // dw of a step, before TMA stores it
+    char dw[WARPGROUPS][STEP * 128];  // dw of a step, before TMA stores it
     unsigned long long x_full, full[STAGES], empty[STAGES];
     unsigned long long drained, summed;  // all CTAs have read their stages; all parts of dx are here
 };
 // Read by gsbn/_plan/variants.py. The sum of x, the pipeline, dw, the barriers, and the padding that aligns all of them
 // to 1024 bytes.
-constexpr int SHARED_BYTES = 128 * (ROWS * GROUPS + STAGES * (STEP * GROUPS + ROWS) + STEP * GROUPS) + 1280;
+constexpr int SHARED_BYTES = 128 * (ROWS * WARPGROUPS + STAGES * (STEP * WARPGROUPS + ROWS) + STEP * WARPGROUPS) + 1280;
 static_assert(sizeof(Shared) + 1023 <= SHARED_BYTES, "a launch gives less than is used");
 
 // A thread of a warpgroup; the warpgroup has the input features from `input` on.
@@ -195,12 +195,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == CONSUMERS) {
             mbar_expect(&sh.x_full, sizeof(sh.x));
-            for (int group = 0; group < GROUPS; ++group)
+            for (int group = 0; group < WARPGROUPS; ++group)
                 tma_load(sh.x[group], &x_map, &sh.x_full, input + group * 64, 0);
             const auto load_w = [&](int step) {
                 const int s = step % STAGES;
                 mbar_expect(&sh.full[s], sizeof(Stage));
-                for (int group = 0; group < GROUPS; ++group)
+                for (int group = 0; group < WARPGROUPS; ++group)
                     tma_load(sh.stage[s].w[group], &w_map, &sh.full[s], input + group * 64, (first + step) * STEP);
             };
             const auto load_dg = [&](int step) {

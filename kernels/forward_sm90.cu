@@ -30,17 +30,18 @@
 // Training. Batch normalisation needs all m rows of a feature before it can write any of them. For each tile:
 //   1. The consumers compute mean and M2 of the tile's rows, feature by feature, from the float32 accumulators.
 //   2. They publish these statistics to the workspace `partial`.
-//   3. They store the deviations from the tile's own means to y, in y's format, and start the next tile. This is a
+//   3. They store the deviations from the tile's own centres to y, in y's format, and start the next tile. This is a
 //      deferred tile. The last tile of a CTA is not deferred: it stays in registers until step 5.
 //   4. The merger merges statistics over all tiles. The CTAs whose tiles have the same features divide these features
-//      among them. A merger merges its share in a fixed order, publishes (mean, a) to the workspace `merged`, and
+//      among them. A merger merges its share in a fixed order, publishes (centre, a) to the workspace `merged`, and
 //      updates the running statistics. If a CTA has several tiles of a block of features, its merger first merges their
 //      statistics into one part, so that there is one part for each CTA and not for each tile (Cta::parts).
 //   5. Deferred epilogue: when all features of a tile are merged, a warp turns its deviations into y. The deviations
 //      are most likely still in L2. This runs beside the mainloop of later tiles. Warps that have no other work left
 //      help.
-// With SAVE_DEVIATIONS, step 5 also writes what a backward needs: g - mean in y's type (float16 in units, SAVED_UNIT).
-// The merger writes the backward's float64 vectors.
+// A centre is the mean, except in 16 bits (deviation_centre). With SAVE_DEVIATIONS, step 5 also writes what a backward
+// needs: the deviations from the centres of all rows, in y's type (float16 in units, SAVED_UNIT). The merger writes the
+// backward's float64 vectors.
 //
 // Recompute. Where k is short, computing a tile twice costs less than deferring it: x is read twice and y written once.
 // Deferring reads x once, but writes y, reads it and writes it again. A CTA keeps to one block of features:
@@ -116,9 +117,9 @@
 // report that it has read its last stages, because nothing more is loaded into them.
 //
 // Bytes moved. x and w stream through L2 to shared memory. y is written as deviations and rewritten in place; the
-// deviations come from L2 if it still holds them. g is never stored; g - mean is stored once if it is saved. The
-// workspace has 16 bytes for each BLOCK_M rows of a feature, which are written once and read once or twice.
-// MODE_RECOMPUTE streams x twice, writes y once, and has 16 bytes of workspace for each CTA and feature. With SPLIT_K,
+// deviations come from L2 if it still holds them. g is never stored; saved deviations are stored once. The workspace
+// has 16 bytes for each BLOCK_M rows of a feature, which are written once and read once or twice. MODE_RECOMPUTE
+// streams x twice, writes y once, and has 16 bytes of workspace for each CTA and feature. With SPLIT_K,
 // x and w are read as often as with tiles of SPLIT_K * BLOCK_M rows, and each of these rows costs 512 bytes of
 // exchange. MODE_CLUSTER_BATCH streams x once for each block of features, and w and y once.
 
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N / W_SHARERS rows; MN-major: BLOCK_K of k x 128 bytes
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes; not used without FLAG_VECTOR_Y
 #if SAVE_DEVIATIONS
-    const __grid_constant__ TensorMap deviations_map,  // the same for g - mean, in rows of p.ld_deviations elements
+    const __grid_constant__ TensorMap deviations_map,  // the same for the deviations, whose pitch is p.ld_deviations
 #endif
     char* y,
     Word* partial,  // [feature block][part][BLOCK_N]: mean and M2 of a feature over some rows (RowParts)
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     const int* w_exponents
 #if SAVE_DEVIATIONS
     ,
-    char* deviations, double* saved  // g - mean (m, n), and rows of n: SAVED_
+    char* deviations, double* saved  // the deviations (m, n), and rows of n: SAVED_
 #endif
 #if RANKS
     ,

@@ -2,8 +2,8 @@
 // common/activation.cuh).
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
-//   With D_TYPE, g - mean is saved for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
-//   float16 deviations are in units, of which each feature has its own (SAVED_UNIT).
+//   With D_TYPE, the deviations of g are saved for a backward: (m, n) of D, row pitch ldg; they may overwrite g. They
+//   are g - mean, except in 16 bits (deviation_centre). Float16 ones are in units, one for each feature (SAVED_UNIT).
 //
 // merge_statistics has left the constants of each feature in the workspace. With RUNNING (inference), each CTA computes
 // the constants of its columns from the running statistics. For few rows, normalize_fused computes statistics and y in

@@ -3,8 +3,8 @@
 // and then y.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
-//   With D_TYPE, g - mean is saved for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
-//   float16 deviations are in units, of which each feature has its own (SAVED_UNIT).
+//   With D_TYPE, the deviations of g are saved for a backward: (m, n) of D, row pitch ldg; they may overwrite g. They
+//   are g - mean, except in 16 bits (deviation_centre). Float16 ones are in units, one for each feature (SAVED_UNIT).
 //
 // A thread has 16 bytes of a row of g (VEC columns); `row_threads` threads share a row, and a thread has every
 // at_once.rows-th row (Places). Rows come through the thread's own pipeline in shared memory (common/walk.cuh). The
@@ -56,9 +56,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) *num_batches_tracked += batches_of(p);
     __shared__ Shared memory;
 #if RENORM
-    const Limits<double> limits(p, renorm, p.warmup);  // there is no warm-up: the count may have been raised already
+    // there is no warm-up: the count may have been raised already
+    const RenormLimits<double> limits(p, renorm, p.warmup);
 #else
-    const Limits<double> limits;
+    const RenormLimits<double> limits;
 #endif
 
     const Places<THREADS, VEC> at_once(p.row_threads);

@@ -1,7 +1,7 @@
 // reduce_split_k: adds the partial products of the CTAs of tall_product, skinny_backward or forward_sm90
 // (K_IN_SAMPLES), in float64 and in a fixed order.
 //
-//   partials (number, size): float32; each is n rows of `pitch` elements, a multiple of 4; the first k of a row are used
+//   partials (number, size): float32; each is n rows of `pitch` elements, a multiple of 4; k of a row are used
 //   c (n, k), contiguous, in the dtype of a vector code (to_c)
 //
 // Threads. `share` threads of a CTA share four neighbouring elements of c: each thread adds these elements over some of

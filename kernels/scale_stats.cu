@@ -101,9 +101,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ bool counted;
     const long long batches = num_batches_tracked != nullptr ? *num_batches_tracked : 0;
 #if RENORM
-    const Limits<double> limits(p, renorm, batches);
+    const RenormLimits<double> limits(p, renorm, batches);
 #else
-    const Limits<double> limits;
+    const RenormLimits<double> limits;
 #endif
     if (threadIdx.x == 0) {
         counted = true;

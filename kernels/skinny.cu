@@ -5,7 +5,7 @@
 //
 //   x (m, k) of T, row pitch ldx; rows start on 16 bytes and have at most CHUNKS * 64 bytes
 //   weight (n, k) of T, row pitch ldw
-//   y (m, n) of T, any strides; with SAVE_DEVIATIONS, g - mean(g) in deviations (m, n), row pitch ldg, rows on 16 bytes
+//   y (m, n) of T, any strides; with SAVE_DEVIATIONS, the deviations of g (m, n), row pitch ldg, rows on 16 bytes
 //   g (m, n) of T, written by skinny_product, row pitch ldg
 //   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, as limbs, or in IEEE float32 by FMAs. With limbs,
 //   rows of x may be as long as the limbs of the weight fit into shared memory.

@@ -26,7 +26,7 @@ constexpr int THREADS_HERE = TEAM * TEAMS;
 constexpr int OF_DY = FEATURES / VEC, OF_X = INPUTS / VEC;                     // pieces of 16 bytes in a row
 constexpr int DY = (OF_DY + 7) / 8 * 8 * ROWS, X = (OF_X + 7) / 8 * 8 * ROWS;  // pieces of a tile, in whole blocks
 constexpr int TILE = 2 * DY + X;                                               // dy, then dg; d; x
-constexpr int PIPELINE_WORDS = (GROUPS > 1 ? 160 : 192) * 1024 / 16;           // words of all pipelines, 16 bytes each
+constexpr int PIPELINE_WORDS = (WARPGROUPS > 1 ? 160 : 192) * 1024 / 16;       // words of all pipelines, 16 bytes each
 constexpr int WEIGHT_BYTES = FEATURES * (BY_FMA ? 4 * INPUTS : INPUTS < 64 ? 128 : 2 * INPUTS);
 constexpr int SHARED_BYTES = 16 * PIPELINE_WORDS + WEIGHT_BYTES;  // read by gsbn/_plan/variants.py
 constexpr int TILES = PIPELINE_WORDS / TEAMS / TILE;              // tiles of a team that are being copied or used
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     skinny_backward(const __grid_constant__ BackwardProblem p, const T* dy, const T* d, const T* x, const T* w,
                     const double* saved, const char* workspace, float* partials, T* dx, void* to_bias, void* to_scale,
                     void* to_gamma, void* to_beta) {
-    __shared__ alignas(16) G coefficients[GROUPS > 1 ? 1 : DG_ROWS * FEATURES];
+    __shared__ alignas(16) G coefficients[WARPGROUPS > 1 ? 1 : DG_ROWS * FEATURES];
     __shared__ ClusterBarriers barriers[TEAMS];
     T* weight = reinterpret_cast<T*>(skinny_shared + PIPELINE_WORDS);
     const int team = uniform(threadIdx.x / TEAM), member = threadIdx.x % TEAM;
@@ -103,11 +103,12 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     // Wait only now: the kernel ahead belongs to the same call, and has itself waited for the kernels that wrote the
     // data read above.
     await_kernel_ahead();
-    double* scratch =
-        reinterpret_cast<double*>(skinny_shared + PIPELINE_WORDS - TILE);  // the last stage of the last team
+    // the last stage of the last team
+    double* scratch = reinterpret_cast<double*>(skinny_shared + PIPELINE_WORDS - TILE);
     // with two warpgroups the coefficients have no shared memory of their own: each thread keeps its own in registers
-    G* const stored = GROUPS > 1 ? reinterpret_cast<G*>(scratch + SUMS * THREADS) : coefficients;
-    static_assert(8 * SUMS * THREADS + (GROUPS > 1 ? DG_ROWS * FEATURES * sizeof(G) : 0) <= 16 * TILE, "in one stage");
+    G* const stored = WARPGROUPS > 1 ? reinterpret_cast<G*>(scratch + SUMS * THREADS) : coefficients;
+    static_assert(8 * SUMS * THREADS + (WARPGROUPS > 1 ? DG_ROWS * FEATURES * sizeof(G) : 0) <= 16 * TILE,
+                  "in one stage");
     // absent columns have dg = 0, because the products read them
     for (int i = threadIdx.x; i < DG_ROWS * FEATURES; i += THREADS_HERE)
         if (i % FEATURES >= features) stored[i] = G(0);
@@ -126,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     __syncthreads();
     const BeforeY before(p, saved, col0 + of_dy * VEC, inside);
     Coefficients of(before, stored, FEATURES, of_dy * VEC);
-    if constexpr (GROUPS > 1) __syncthreads();
+    if constexpr (WARPGROUPS > 1) __syncthreads();
     issue_copies(TILES - 1, next_row);
     next_row -= TEAMS * ROWS;
     if constexpr (CLUSTER > 1) cluster_wait();
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         await_copies<TILES - 1>();
         const int left = int(min(end - row0, 1LL * ROWS));
         uint4* dg = pipeline + stage * TILE;
-        if constexpr (GROUPS == 1) of = Coefficients(before, stored, FEATURES, of_dy * VEC);
+        if constexpr (WARPGROUPS == 1) of = Coefficients(before, stored, FEATURES, of_dy * VEC);
 #pragma unroll
         for (int i = first; i < ROWS; i += AT_ONCE * STEP) {
             Row row[AT_ONCE];  // read as whole words: the compiler would read each element by itself

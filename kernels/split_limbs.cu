@@ -284,14 +284,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     });
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS,
-                                             5)  // 5 CTAs on an SM: with 4, a small matrix takes 15 % longer
+// 5 CTAs on an SM: with 4, a small matrix takes 15 % longer
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 5)
     split_tiles(const __grid_constant__ Matrices p, const float* a, const float* b, const float* c,
                 const unsigned* maxima, int* exponents, __half* a_transposed, __half* b_transposed,
                 __half* c_transposed, __half* a_limbs, __half* b_limbs, __half* c_limbs) {
     await_kernel_ahead();
-    __shared__ __half2
-        transposed[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; the padding prevents bank conflicts
+    // [limb][column][pair of rows]; the padding prevents bank conflicts
+    __shared__ __half2 transposed[2][TILE][TILE / 2 + 1];
     for_each_block(p, TILE, TILE, [&](int which, int row, int column) {
         const Matrix matrix(p, which, a, b, c);
         const int group = threadIdx.x % 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;

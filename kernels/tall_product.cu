@@ -65,8 +65,8 @@ struct ChunkCopies {
     int of_a, of_b;  // columns that exist
     int rows, k_tiles;
 
-    // Starts the copies of a k-tile; each producer issues some of them. Absent rows become zeros. Absent columns are not
-    // copied, because results that come from them are not read.
+    // Starts the copies of a k-tile; each producer issues some of them. Absent rows become zeros. Absent columns are
+    // not copied, because results that come from them are not read.
     template <bool WHOLE_WORDS>
     __device__ __forceinline__ void issue_copies(Shared& sh, int k_tile) const {
         constexpr int WIDTH = WHOLE_WORDS ? 4 : 1, ROW_THREADS = COLUMNS / WIDTH, STEP = COLUMNS / ROW_THREADS;
@@ -104,8 +104,8 @@ template <bool WHOLE_WORDS>
 __device__ __forceinline__ void make_limbs(Shared& sh, const ChunkCopies& rows) {
     const int column = threadIdx.x - CONSUMERS;
     const bool of_a = column < SIDE;
-    const bool there =
-        column / LANES * LANES % SIDE < (of_a ? rows.of_a : rows.of_b);  // at least one column of the warp exists
+    // whether at least one column of the warp exists
+    const bool there = column / LANES * LANES % SIDE < (of_a ? rows.of_a : rows.of_b);
     for (int i = 0; i < COPY_STAGES - 1; ++i) rows.issue_copies<WHOLE_WORDS>(sh, i);
     LimbScale scale(0.0f);
     int stage = 0, phase = 1;

@@ -22,17 +22,7 @@ using BackwardExchange = Exchange<POSTS>;
 enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // rows of coefficients, in G
 
 // A sum of a few numbers of G. If T is float64, it also sums the rounding errors.
-struct Sum {
-    G high = 0, low = 0;
-    __device__ void add(G v) {
-        if constexpr (FLOAT64) {
-            const G sum = high + v;
-            low += rest_of_sum(high, v, sum);
-            high = sum;
-        } else {
-            high += v;
-        }
-    }
+struct Sum : LongSum<FLOAT64, G> {
     __device__ void add_product(G u, G v) {
         if constexpr (FLOAT64) {
             const G product = u * v;
@@ -320,19 +310,19 @@ struct Coefficients {
     BeforeY before;
 
     // in training
-    __device__ Coefficients(const BeforeY& before_, const G* coefficients, long long pitch, long long at)
-        : before(before_) {
+    __device__ Coefficients(const BeforeY& before, const G* coefficients, long long pitch, long long at)
+        : before(before) {
         const auto row = [&](int i) { return *reinterpret_cast<const Vector<G, VEC>*>(coefficients + i * pitch + at); };
         a = row(DG_A);
         mean = row(DG_MEAN);
         mean_low = row(DG_MEAN_LOW);
         rate = row(DG_RATE);
     }
-    __device__ Coefficients(const BeforeY& before_, const G* coefficients, long long pitch, long long at,
+    __device__ Coefficients(const BeforeY& before, const G* coefficients, long long pitch, long long at,
                             const BackwardProblem& p, const double* saved, long long col, int inside)
-        : before(before_) {
+        : before(before) {
         if (TRAINING) {
-            *this = Coefficients(before_, coefficients, pitch, at);
+            *this = Coefficients(before, coefficients, pitch, at);
         } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)

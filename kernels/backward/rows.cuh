@@ -79,14 +79,14 @@ struct BackwardRows {
     int inside;       // columns that exist
     bool vector_dy;
 
-    __device__ BackwardRows(const BackwardProblem& p, const T* dy_, const D* d_, long long first, long long step,
-                            const Column& place, int inside_, uint4* memory)
-        : dy(dy_ + first * p.dy_row + place.at(p.dy_row, p.dy_col)),
-          d(d_ == nullptr ? d_ : d_ + first * p.ldd + place.at(p.ldd)),
+    __device__ BackwardRows(const BackwardProblem& p, const T* dy, const D* d, long long first, long long step,
+                            const Column& place, int inside, uint4* memory)
+        : dy(dy + first * p.dy_row + place.at(p.dy_row, p.dy_col)),
+          d(d == nullptr ? d : d + first * p.ldd + place.at(p.ldd)),
           dy_step(step * p.dy_row),
           d_step(step * p.ldd),
           pipeline(memory + threadIdx.x),
-          inside(inside_),
+          inside(inside),
           vector_dy(p.vector_dy) {}
     __device__ __forceinline__ void copy(int i, int stage) const {
         uint4* to = pipeline + stage * WORDS * THREADS;

@@ -181,7 +181,8 @@ __device__ inline void store_vector(void* p, long long code, long long i, R v) {
 
 // The constants with which normalize computes y = f(a ((g - mean) - mean_low) + beta): four rows of n numbers of type
 // G, pitch ldg. The mean is subtracted before anything is multiplied, and mean_low is the part of the mean that float32
-// drops: if |mean| >> sigma, the rounding of the mean alone would be the largest error in y.
+// drops: if |mean| >> sigma, the rounding of the mean alone would be the largest error in y. With FLAG_ROUNDS, `mean`
+// is the centre of the deviations, and `beta` is the u of that centre.
 enum : int { AFFINE_MEAN = 0, AFFINE_MEAN_LOW = 1, AFFINE_A = 2, AFFINE_BETA = 3, AFFINE_ROWS = 4 };
 
 // What a forward saves for its backward: rows of n float64 numbers (backward.cu has the formulas). From SAVED_RATE on,
@@ -218,8 +219,9 @@ __device__ __forceinline__ R deviation_centre(R mean, R var) {
 #define RENORM 0  // 1: a variant for batch renormalisation (common/renorm.cuh)
 #endif
 
-// Stores the SAVED_ rows of feature i in training. Its deviations are in units of `unit`, that of the mean is `of_mean`,
-// and y was computed with `a` and `offset`, which may be rounded. common/renorm.cuh defines `ratio` and `shift`.
+// Stores the SAVED_ rows of feature i in training. Its deviations are in units of `unit`, and the deviation of the mean
+// is `of_mean`. y was computed with `a` and `offset`, which may be rounded. common/renorm.cuh defines `ratio` and
+// `shift`.
 __device__ inline void store_saved(double* saved, long long n, long long i, double s, double gamma, double var,
                                    double eps, double of_mean, double unit, double a, double offset, double ratio = 1.0,
                                    double shift = 0.0) {
@@ -246,20 +248,20 @@ __device__ __forceinline__ R rest_of_sum(R a, R b, R sum) {
     return (a - (sum - back)) + (b - back);
 }
 
-// A sum in float64. If COMPENSATED, the rounding errors are summed, too.
-template <bool COMPENSATED>
+// A sum. If COMPENSATED, the rounding errors are summed, too.
+template <bool COMPENSATED, typename R = double>
 struct LongSum {
-    double high = 0.0, low = 0.0;
-    __device__ __forceinline__ void add(double v) {
+    R high = 0, low = 0;
+    __device__ __forceinline__ void add(R v) {
         if constexpr (COMPENSATED) {
-            const double sum = high + v;
+            const R sum = high + v;
             low += rest_of_sum(high, v, sum);
             high = sum;
         } else {
             high += v;
         }
     }
-    __device__ __forceinline__ double total() const { return COMPENSATED && isfinite(high) ? high + low : high; }
+    __device__ __forceinline__ R total() const { return COMPENSATED && isfinite(high) ? high + low : high; }
 };
 
 // v as a sum of two numbers of type G; if v is not finite, the second one is 0.

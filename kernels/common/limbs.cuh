@@ -7,8 +7,8 @@
 struct LimbScale {
     float there, back;
     __device__ explicit LimbScale(float top) {
-        const int e = max(__float_as_int(top) >> 23,
-                          29);  // biased exponent; this minimum costs no digits: float16's least number divides all
+        // biased exponent; the minimum costs no digits: float16's least number divides all
+        const int e = max(__float_as_int(top) >> 23, 29);
         there = __uint_as_float(unsigned(268 - e) << 23);
         back = __uint_as_float(unsigned(e - 28) << 23);
     }

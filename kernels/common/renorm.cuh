@@ -13,18 +13,18 @@ __device__ __forceinline__ R clip(R v, R low, R high) {
 }
 
 template <typename R>
-struct Limits {
+struct RenormLimits {
     R r_max = R(1), d_max = R(0);  // no correction
 #if RENORM
     // Reads the limits from the caller's array, or takes them from p. `batches` is the count before this batch.
     template <typename P>
-    __device__ Limits(const P& p, const void* renorm, long long batches) {
+    __device__ RenormLimits(const P& p, const void* renorm, long long batches) {
         if (p.warmup > 0 && batches < p.warmup) return;
         r_max = fetch(renorm, p.renorm, 0).or_else(R(p.r_max));
         d_max = fetch(renorm, p.renorm, 1).or_else(R(p.d_max));
     }
 #else
-    Limits() = default;
+    RenormLimits() = default;
 #endif
 };
 
@@ -33,7 +33,7 @@ struct Correction {
     R ratio = R(1), shift = R(0);
     Correction() = default;
     // `square`: sigma^2; `distance`: the mean of z minus running_mean; `running`: sigma'
-    __device__ Correction(const Limits<R>& limits, R square, R distance, R running)
+    __device__ Correction(const RenormLimits<R>& limits, R square, R distance, R running)
         : ratio(clip(sqrt(square) / running, R(1) / limits.r_max, limits.r_max)),
           shift(clip(distance / running, -limits.d_max, limits.d_max)) {}
 };

@@ -13,7 +13,7 @@ struct Walk {
     int count;
     Rows rows;
 
-    __device__ Walk(int count_, const Rows& rows_) : count(count_), rows(rows_) {
+    __device__ Walk(int count, const Rows& rows) : count(count), rows(rows) {
 #pragma unroll 1
         for (int i = 0; i < STAGES; ++i) {
             if (i < count) rows.copy(i, i);

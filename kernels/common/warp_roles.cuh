@@ -48,8 +48,8 @@ __device__ __forceinline__ void mbar_wait_sent(unsigned long long* bar, int phas
         : "memory");
 }
 
-// All threads of a cluster arrive, and later wait for each other. The arrival is relaxed: from another CTA, a thread then
-// sees only the writes that were fenced for the cluster, such as initialised barriers.
+// All threads of a cluster arrive, and later wait for each other. The arrival is relaxed: of another CTA's writes, a
+// thread then sees only those that were fenced for the cluster, such as initialised barriers.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -35,7 +35,7 @@ struct ForwardProblem {
     long long splits;            // items of scale_stats that share a column block
     long long merge_columns;     // columns in an item of merge_statistics
     long long affine, partials;  // where these start in the workspace, in bytes
-    long long flags;             // FLAG_VECTOR_W, FLAG_VECTOR_Y, _CUMULATIVE, _UNITS, _RUNNING, _LIMBS
+    long long flags;             // FLAG_VECTOR_W, FLAG_VECTOR_Y, _CUMULATIVE, _UNITS, _RUNNING, _LIMBS, _ROUNDS
     long long signature;         // with a group: identifies this call (Exchange)
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, if there is no vector
@@ -99,7 +99,7 @@ struct Feature {
     double a, offset, centre;  // y = a (g - centre) + offset
 
     __device__ Feature(const ForwardProblem& p, double rows, double mean, double m2, const Arguments& of,
-                       const Limits<double>& limits)
+                       const RenormLimits<double>& limits)
         : of(of),
           rows(rows),
           mean(mean),

@@ -16,9 +16,9 @@
 #endif
 
 constexpr bool BY_FMA = sizeof(T) == 4;
-constexpr int GROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team; with FMAs a team is a warp
-constexpr int TEAM = BY_FMA ? LANES : GROUPS * 128;  // threads
-constexpr int ROWS = BY_FMA ? 16 : 64;               // rows of a tile
+constexpr int WARPGROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team; with FMAs a team is a warp
+constexpr int TEAM = BY_FMA ? LANES : WARPGROUPS * 128;  // threads
+constexpr int ROWS = BY_FMA ? 16 : 64;                   // rows of a tile
 constexpr int DW_ROW = INPUTS + 8;  // pitch of dw in shared memory; the padding prevents bank conflicts of stores
 
 __device__ __forceinline__ int place(int row, int piece) {
@@ -46,8 +46,8 @@ struct ClusterBarriers {
 // unchanged.
 struct ByFma {
     static constexpr int FS = FEATURES / 8, KS = INPUTS / 4;
-    static constexpr int AT_ONCE =
-        8192 / (FEATURES * INPUTS);  // how often loops are unrolled, so that they fit in the instruction cache
+    // how often loops are unrolled, so that they fit in the instruction cache
+    static constexpr int AT_ONCE = BY_FMA ? 8192 / (FEATURES * INPUTS) : 1;
     float dw[FS * KS] = {};
 
     static __device__ __forceinline__ int input_of(int quarter, int j) { return j / 4 * 16 + quarter * 4 + j % 4; }
@@ -126,7 +126,7 @@ struct ByFma {
 // features of dx in every 32, which it stores at once. If there are two warpgroups, they divide the input features of
 // dx and the features of dw.
 struct ByWgmma {
-    static constexpr int OF_DX = INPUTS / GROUPS, OF_DW = FEATURES / GROUPS;
+    static constexpr int OF_DX = INPUTS / WARPGROUPS, OF_DW = FEATURES / WARPGROUPS;
     static constexpr int BLOCKS = (OF_DW + 63) / 64, SIZE = INPUTS / 2, DX_SIZE = OF_DX / 2;
     float dw[BLOCKS][SIZE] = {};
 

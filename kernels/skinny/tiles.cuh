@@ -73,9 +73,9 @@ struct Tiles {
     bool whole;            // every lane has all of its 16 bytes
 
     template <typename P>
-    __device__ Tiles(const P& p, const T* x_, unsigned cta, const uint4* weight_, uint4* pipelines)
-        : x(x_),
-          weight(weight_),
+    __device__ Tiles(const P& p, const T* x, unsigned cta, const uint4* weight, uint4* pipelines)
+        : x(x),
+          weight(weight),
           part(0),
           parts(parts_of(p)),
           begin(cta * p.stats_rows),

@@ -14,7 +14,7 @@
 #define OCCUPANCY 1        // CTAs on an SM: 1, 2
 #define CLUSTER 2          // CTAs that share an x tile: 1, 2; in MODE_CLUSTER_BATCH a w tile: 1, 2, 4, 8, 16
 #define SPLIT_K 1          // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8
-#define SAVE_DEVIATIONS 0  // 1, only in modes that train: also write g - mean
+#define SAVE_DEVIATIONS 0  // 1, only in modes that train: also write the deviations
 #define X_MN_MAJOR 0       // 1: x is (k, m) in memory, row-major
 #define W_MN_MAJOR 0       // 1: w is (k, n)
 #define FLOAT32_OUTPUT 0   // 1: y is float32 though x and w have 16 bits

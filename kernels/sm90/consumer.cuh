@@ -95,8 +95,7 @@ struct Consumer : Cta {
         }
     }
 
-    // Issues the wgmmas of one part of a stage, with w's limbs in registers. d starts from zero; small products come
-    // first.
+    // Issues the wgmmas of one part of a stage, with w's limbs in registers: the small products first, from zero.
     __device__ __forceinline__ void begin_part(float (&d)[PRODUCT_ACC], const LimbsOfW& w, int stage, int part) const {
         constexpr int STEPS = BLOCK_K / MMA_K / 2;
         constexpr u64 LOW = PRODUCT_M * 128 / 16;
@@ -153,8 +152,7 @@ struct Consumer : Cta {
             }
             release(before);
         }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) of_w[h] = units.exponent(h);
+        of_w[0] = units.exponent(0), of_w[1] = units.exponent(1);
         if constexpr (SPLIT_K > 1) {  // all CTAs need one unit: their sums will be added; x is below 2^15
             constexpr int COMMON = 10;
 #pragma unroll
@@ -221,8 +219,7 @@ struct Consumer : Cta {
     }
 
     // Stores d to y or, if TO_Y is false, to the deviations. d is transposed through shared memory, which has rows of
-    // 128 bytes, with chunk c (16 bytes) of row r at c ^ (r & 7). pack_of(h, ...) packs two rows of feature h into one
-    // word.
+    // 128 bytes, with chunk c (16 bytes) of row r at c ^ (r & 7). pack_of(h, ...) packs two rows of feature h.
     template <bool TO_Y = true, typename Pack>
     __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block,
                                           const Pack& pack_of) const {
@@ -309,7 +306,7 @@ struct Consumer : Cta {
         }
     }
 
-    // MODE_TRAINING: turns g into deviations from the tile's centres, which wait in y's memory for the epilogue. For the
+    // MODE_TRAINING: turns g into deviations from the tile's centres, which wait in y's memory for the epilogue. In the
     // CTA's last tile it turns g into y at once.
     __device__ __forceinline__ void normalize(float (&d)[ACC], int row, int block, int lane) const {
         const int rows = min(int(m) - row * BLOCK_M, BLOCK_M);
@@ -371,14 +368,13 @@ struct Consumer : Cta {
 #if RENORM
         const Corrected u = {sh.arguments[mine], sh.running[mine], sh.limits, mean_of_all, var, f.eps};
 #else
-        const Affine u = sh.arguments[mine];
+        const Arguments u = sh.arguments[mine];
 #endif
         const Merged all = merged_of(mean_of_all, var, u.slope(var, f.eps), u.beta);
         epilogue_in_registers(d, row, block, h, epilogue_of(1.0f, own - all.centre, all.a, all.unit, all.offset));
     }
 
-    // The epilogue of the CTA's last tile, once all tiles are merged. `own` is the mean of the thread's feature h in
-    // this tile.
+    // The epilogue of the CTA's last tile, once all tiles are merged. `own` is the tile's mean of feature h.
     __device__ __forceinline__ void epilogue_of_last_tile(float (&d)[ACC], int row, int block, int h, float own,
                                                           u64 launch) const {
         mbar_wait(&sh.arguments_ready, 0);
@@ -388,7 +384,7 @@ struct Consumer : Cta {
                 d, row, block, h,
                 epilogue_of(1.0f, own - all.centre, all.a, all.unit, all.offset_or(sh.beta[within + 8 * h])));
         } else {
-            const Affine u = sh.arguments[within + 8 * h];
+            const Arguments u = sh.arguments[within + 8 * h];
             Merged all = {};
             if (!RANKS && parts(block).lanes() == 1) {  // there are few parts: merging them here saves a round trip
                 float m2;

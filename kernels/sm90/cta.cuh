@@ -16,7 +16,7 @@ struct Shared {                       // starts on 1024 bytes, because swizzled 
     union {
         float2 constants[2][MODE == MODE_INFERENCE ? BLOCK_N : 1];  // a and c of this run and of the next (Run)
         float beta[LOADS_BETA ? BLOCK_N : 1];                       // of the CTA's last tile
-        Affine arguments[MODE == MODE_INFERENCE || LOADS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
+        Arguments arguments[MODE == MODE_INFERENCE || LOADS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
     };
     u64 full[STAGES], empty[STAGES], agreed, arguments_ready;
     u64 launch;                // training: the number of the launch
@@ -31,7 +31,7 @@ struct Shared {                       // starts on 1024 bytes, because swizzled 
     u64 here[WARPGROUPS];  // barriers: all of `gathered` that a warpgroup needs has arrived
     u64 drained, summed;   // barriers of SPLIT_K: all CTAs have read their stages; all partial sums are here
 #if RENORM
-    Limits<float> limits;
+    RenormLimits<float> limits;
     Running running[MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // for the CTA's tile
 #endif
     __nv_bfloat16 lows[2][WITH_LOWS ? BLOCK_N : 1];  // `low` of the constants; float32 would not fit
@@ -104,7 +104,7 @@ struct Run {
     }
 };
 
-struct ForBackward {  // with SAVE_DEVIATIONS: g - mean (m, n), and SAVED_ vectors of n
+struct ForBackward {  // with SAVE_DEVIATIONS: the deviations (m, n), and SAVED_ vectors of n
     const TensorMap* map;
     char* deviations;
     double* vectors;
@@ -204,8 +204,8 @@ struct Cta {
     __device__ void produce(int rank) const;                             // loads x and w
     __device__ void load_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
     __device__ void merge(int lane, int rank, int which) const;  // training: the statistics of a share of the features
-    __device__ void merge(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
-                          int backoff) const;                       // the same, over the CTA's own tiles
+    // the same, over the CTA's own tiles
+    __device__ void merge_own_tile(Welford (&own)[BLOCK_N / 32], int nth, int row, int block, int backoff) const;
     __device__ void join(int lane, int rank) const;                 // RANKS: that share's statistics over all ranks
     __device__ void load_last_tile_arguments(int lane) const;       // training: what the consumers need for its y
     __device__ void epilogue_of_deferred_tiles(int backoff) const;  // training: turns deferred deviations into y

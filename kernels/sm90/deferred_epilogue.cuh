@@ -125,10 +125,10 @@ __device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
             if constexpr (LOADS_BETA)
                 sh.beta[c] = fetch(f.beta, f.beta_code, block * BLOCK_N + c).or_else(0.0f);
             else
-                sh.arguments[c] = f.affine(block * BLOCK_N + c);
+                sh.arguments[c] = f.arguments_of(block * BLOCK_N + c);
 #if RENORM
             if constexpr (MODE == MODE_CLUSTER_BATCH)
-                sh.running[c] = f.running(block * BLOCK_N + c, f.affine(block * BLOCK_N + c));
+                sh.running[c] = f.running(block * BLOCK_N + c, f.arguments_of(block * BLOCK_N + c));
 #endif
         }
     mbar_arrive(&sh.arguments_ready);

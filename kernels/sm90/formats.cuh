@@ -113,8 +113,8 @@ struct Epilogue {
     float2 to_y;
 };
 
-// The epilogue for deviations from a tile's centre, in units of `unit_of`. The tile's centre exceeds that of all rows by
-// `shift`. At the latter y = f(offset).
+// The epilogue for deviations from a tile's centre, in units of `unit_of`. That centre exceeds the centre of all rows
+// by `shift`; at the latter, y = f(offset).
 __device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, float a, float unit, float offset) {
 #if SAVE_DEVIATIONS
     return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, offset)};

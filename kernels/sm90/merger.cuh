@@ -1,4 +1,4 @@
-// The merger: a warp that turns the statistics of tiles into mean and a of each feature (cta.cuh). The CTAs that have
+// The merger: a warp that turns the statistics of tiles into centre and a of each feature (cta.cuh). The CTAs that have
 // tiles of a block of features divide its features: the merger of a CTA merges one share of them, over all rows. In
 // MODE_CLUSTER_BATCH a CTA has four such warps, and this is number `which` of MERGERS.
 #pragma once
@@ -6,8 +6,8 @@
 
 // Merges the statistics of the CTA's nth tile into those of its earlier tiles of the same block (merges_tiles), and
 // publishes the result after the last tile. A lane has BLOCK_N / 32 neighbouring features.
-__device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
-                                           int backoff) const {
+__device__ __forceinline__ void Cta::merge_own_tile(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
+                                                    int backoff) const {
     constexpr int EACH = BLOCK_N / 32;
     wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
     const u64 launch = load_volatile(&sh.launch);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
         if (blockIdx.x == 0) exchange.post_header(double(m));
 #endif
 #if RENORM
-        sh.limits = Limits<float>(p, f.renorm, count - 1);
+        sh.limits = RenormLimits<float>(p, f.renorm, count - 1);
 #endif
         sh.momentum =
             p.flags & FLAG_CUMULATIVE ? StatisticsType(1) / StatisticsType(count) : StatisticsType(p.momentum);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                                                           : row);
         const int backoff = MODE == MODE_RECOMPUTE || !has(nth + 1) ? SHORT_BACKOFF : LONG_BACKOFF;
         if (merges_tiles) {
-            merge(own, nth, row, block, backoff);
+            merge_own_tile(own, nth, row, block, backoff);
             if (row + parts.count < scheduler.rows) continue;  // the CTA has more tiles of this block
         }
         if (first >= BLOCK_N) continue;  // other CTAs merge all features
@@ -108,14 +108,14 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             if (mine) exchange.post_feature(feature, {mean, BY_LIMBS ? m2 * M2_OF_LIMBS : m2});
             continue;
 #endif
-            const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.0f), of_beta.or_else(0.0f)};
+            const Arguments u = {of_s.or_else(f.number), of_gamma.or_else(1.0f), of_beta.or_else(0.0f)};
             const float var = m2 / float(m);
             const bool publishes = MODE != MODE_CLUSTER_BATCH && speaks;
 #if RENORM
             const Running of_running = {u, of_b.or_else(0.0f), of_rm.or_else(0.0f), of_rv.or_else(1.0f), f.eps};
             const Corrected to_y = {u, of_running, sh.limits, mean, var, f.eps};
 #else
-            const Affine& to_y = u;
+            const Arguments& to_y = u;
 #endif
             const Merged all = merged_of(mean, var, to_y.slope(var, f.eps), to_y.beta);
             if (publishes) publish_merged(merged, features, size_t(block) * BLOCK_N + c, all, launch);
@@ -176,8 +176,8 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         for (int base = first; base < end; base += 32) {
             const int c = base + lane_id(), feature = block * BLOCK_N + c;
             const bool speaks = c < end, mine = speaks && feature < n;
-            Affine u = {1.0f, 1.0f, 0.0f};  // it is loaded during the wait
-            if (mine) u = f.affine(feature);
+            Arguments u = {1.0f, 1.0f, 0.0f};  // it is loaded during the wait
+            if (mine) u = f.arguments_of(feature);
 #if RENORM
             Running of_running;
             if (mine) of_running = f.running(feature, u);
@@ -189,7 +189,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
 #if RENORM
             const Corrected to_y = {u, of_running, sh.limits, all.mean, var, f.eps};
 #else
-            const Affine& to_y = u;
+            const Arguments& to_y = u;
 #endif
             const Merged of_y = merged_of(all.mean, var, to_y.slope(var, f.eps), to_y.beta);
             if (speaks) publish_merged(merged, features, size_t(block) * BLOCK_N + c, of_y, launch);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
         const GroupStatistics<double> all = exchange.statistics<double>(feature);
 #if RENORM
-        const Running of_running = f.running(feature, f.affine(feature));  // before they are updated
+        const Running of_running = f.running(feature, f.arguments_of(feature));  // before they are updated
 #endif
         if (tracked && all.right) {
             const double b = fetch(f.bias, f.bias_code, feature).or_else(0.0), mu = sh.momentum;
@@ -221,12 +221,12 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         if (SAVE_DEVIATIONS) {  // slope and unit of y must be the published ones
             const GroupStatistics<float> rounded = exchange.statistics<float>(feature);
             const float var = rounded.m2 / rounded.rows * float(BY_LIMBS ? M2_AS_MADE : 1.0);
-            const Affine u = f.affine(feature);
+            const Arguments u = f.arguments_of(feature);
             const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
 #if RENORM
             const Corrected to_y = {u, of_running, sh.limits, rounded.mean, var, f.eps};
 #else
-            const Affine& to_y = u;
+            const Arguments& to_y = u;
 #endif
             const Merged of_y = merged_of(rounded.mean, var, to_y.slope(var, f.eps), to_y.beta);
             store_saved(for_backward.vectors, n, feature, s, gamma, all.m2 / all.rows * (BY_LIMBS ? M2_AS_MADE : 1.0),

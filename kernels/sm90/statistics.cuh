@@ -6,7 +6,7 @@
 #include "sm90/samples.cuh"
 #include "sm90/words.cuh"
 
-struct Affine {  // the arguments of one feature
+struct Arguments {  // the arguments of one feature
     float scale, gamma, beta;
 
     // a of y = a (g - mean) + beta; also correct if scale is 0
@@ -31,20 +31,20 @@ struct Running {
     float distance = 0.0f, sigma = 1.0f;  // s b - running_mean; sigma'
 
     Running() = default;
-    __device__ Running(const Affine& u, float b, float mean, float var, float eps)
+    __device__ Running(const Arguments& u, float b, float mean, float var, float eps)
         : distance(fmaf(u.scale, b, -mean)), sigma(sqrtf(var + eps)) {}
 };
 
 // A feature's arguments with the correction applied: beta is the offset of y, and slope() includes the ratio.
-struct Corrected : Affine {
+struct Corrected : Arguments {
     Correction<float> by;
 
-    __device__ Corrected(const Affine& u, const Running& of, const Limits<float>& limits, float mean, float var,
-                         float eps)
-        : Affine(u), by(limits, fmaf(scale * scale, var, eps), fmaf(scale, mean, of.distance), of.sigma) {
+    __device__ Corrected(const Arguments& u, const Running& of, const RenormLimits<float>& limits, float mean,
+                         float var, float eps)
+        : Arguments(u), by(limits, fmaf(scale * scale, var, eps), fmaf(scale, mean, of.distance), of.sigma) {
         beta = fmaf(gamma, by.shift, beta);
     }
-    __device__ float slope(float var, float eps) const { return Affine::slope(var, eps) * by.ratio; }
+    __device__ float slope(float var, float eps) const { return Arguments::slope(var, eps) * by.ratio; }
     __device__ double ratio() const { return by.ratio; }
     __device__ double shift() const { return by.shift; }
 };
@@ -67,14 +67,14 @@ struct Features {  // the caller's per-feature arguments
 #if RENORM
     const void* renorm;
 
-    __device__ Running running(int i, const Affine& u) const {
+    __device__ Running running(int i, const Arguments& u) const {
         const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
                       of_rv = fetch(running_var, running_var_code, i);
         return {u, of_b.or_else(0.0f), of_rm.or_else(0.0f), of_rv.or_else(1.0f), eps};
     }
 #endif
 
-    __device__ Affine affine(int i) const {
+    __device__ Arguments arguments_of(int i) const {
         const Fetched s = fetch(scale, scale_code, i), g = fetch(gamma, gamma_code, i), b = fetch(beta, beta_code, i);
         return {s.or_else(number), g.or_else(1.0f), b.or_else(0.0f)};
     }
@@ -82,7 +82,7 @@ struct Features {  // the caller's per-feature arguments
     __device__ Frozen frozen(int i) const {
         const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
                       of_rv = fetch(running_var, running_var_code, i);
-        const Affine u = affine(i);
+        const Arguments u = arguments_of(i);
         const float b = of_b.or_else(0.0f), rm = of_rm.or_else(0.0f), rv = of_rv.or_else(1.0f);
         const float gr = u.gamma / sqrtf(rv + eps), a = multiply_no_ftz(gr, u.scale);
         if constexpr (!BY_LIMBS) {
