@@ -12,7 +12,8 @@
 // Bytes moved: each byte is read once and written once, the minimum.
 #include "common/common.cuh"
 
-constexpr int MATRICES = 3, THREADS = 256, WORDS = 4;
+constexpr int MATRICES = 3;  // in a launch; read by gsbn/_plan/copies.py
+constexpr int THREADS = 256, WORDS = 4;
 using Piece = unsigned short;
 constexpr int PIECES = 16 / sizeof(Piece);  // pieces in a word
 

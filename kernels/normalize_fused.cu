@@ -24,7 +24,7 @@ enum : int { OF_SLOPE = AFFINE_ROWS, OF_INVERSE_UNIT, CONSTANT_ROWS };
 struct RowsOfG {
     const G* g;
     long long step;
-    uint4* pipeline;  // [slot][THREADS]
+    uint4* pipeline;  // [stage][THREADS]
     int inside;       // columns
 
     __device__ __forceinline__ void copy(int i, int stage) const {

@@ -114,8 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     const int columns = int(p.merge_columns);
-    const Sharers<THREADS> sharers(columns);
-    const int at = sharers.column, part = sharers.part, parts = sharers.parts;
+    const auto [at, part, parts] = Sharers<THREADS>(columns);
     const auto merge = [&](long long item, const Exchange<2>* exchange) {
         const long long c = item * columns + at, pitch = pitch_of_columns(p);
         const bool there = c < p.n;

@@ -33,7 +33,7 @@ constexpr int COLUMNS = 2 * SIDE;  // one for each producer
 constexpr int BLOCK_K = 32;        // rows that a CTA takes at a time
 constexpr int LANES = 32;
 constexpr int CONSUMERS = 256;  // threads
-constexpr int THREADS_HERE = CONSUMERS + COLUMNS;
+constexpr int THREADS = CONSUMERS + COLUMNS;
 constexpr int WORDS = 8;          // of 16 bytes in a column of a k-tile: first limbs, then second limbs
 constexpr int STAGES = 3;         // k-tiles of limbs
 constexpr int COPY_STAGES = 3;    // k-tiles that are being copied or read
@@ -49,7 +49,7 @@ struct Shared {
     unsigned long long full[STAGES], empty[STAGES];
 };
 
-constexpr int SHARED_BYTES = 198 * 1024;  // gsbn/_plan/variants.py reads this, SIDE and THREADS_HERE
+constexpr int SHARED_BYTES = 198 * 1024;  // gsbn/_plan/variants.py reads this, SIDE and THREADS
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
 // Arrives once for a warp, after all of its lanes have written or read.
@@ -59,7 +59,7 @@ __device__ __forceinline__ void arrive(unsigned long long* barrier) {
 }
 
 // The rows of a CTA, in its columns of a and b, and how they are copied.
-struct ChunkCopies {
+struct RowCopies {
     const float *a, *b;
     long long lda, ldb;
     int of_a, of_b;  // columns that exist
@@ -101,7 +101,7 @@ struct ChunkCopies {
 __device__ __forceinline__ void producers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COLUMNS) : "memory"); }
 
 template <bool WHOLE_WORDS>
-__device__ __forceinline__ void make_limbs(Shared& sh, const ChunkCopies& rows) {
+__device__ __forceinline__ void make_limbs(Shared& sh, const RowCopies& rows) {
     const int column = threadIdx.x - CONSUMERS;
     const bool of_a = column < SIDE;
     // whether at least one column of the warp exists
@@ -198,7 +198,7 @@ __device__ __forceinline__ void multiply(Shared& sh, int k_tiles, float (&c)[SID
     rescale<N>(sh.back, c);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tall_product(const __grid_constant__ TallProductProblem p, const float* a, const float* b, float* partials) {
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *reinterpret_cast<Shared*>(raw);
@@ -219,14 +219,14 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     const int rows = int(min(p.rows, p.m - first)), k_tiles = (rows + BLOCK_K - 1) / BLOCK_K;
     if (threadIdx.x >= CONSUMERS) {
         give_registers<PRODUCER_REGISTERS>();
-        const ChunkCopies all = {a + first * p.lda + n0,
-                                 b + first * p.ldb + k0,
-                                 p.lda,
-                                 p.ldb,
-                                 int(min(p.n - n0, 1LL * SIDE)),
-                                 of_b,
-                                 rows,
-                                 k_tiles};
+        const RowCopies all = {a + first * p.lda + n0,
+                               b + first * p.ldb + k0,
+                               p.lda,
+                               p.ldb,
+                               int(min(p.n - n0, 1LL * SIDE)),
+                               of_b,
+                               rows,
+                               k_tiles};
         if (p.flags & FLAG_VECTOR_X)
             make_limbs<true>(sh, all);
         else

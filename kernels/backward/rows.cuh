@@ -75,7 +75,7 @@ struct BackwardRows {
     const T* dy;
     const D* d;  // may be null
     long long dy_step, d_step;
-    uint4* pipeline;  // [stage][chunk][THREADS]
+    uint4* pipeline;  // [stage][WORDS][THREADS]
     int inside;       // columns that exist
     bool vector_dy;
 

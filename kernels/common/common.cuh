@@ -297,6 +297,12 @@ __device__ __forceinline__ void for_each_item(long long count, const Work& work)
     }
 }
 
+__device__ inline void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Every kernel calls this function first, or before it reads what the kernel ahead writes. A launch may begin while the
 // kernel ahead of it in the stream still runs (programmatic dependent launch, from Hopper on; Launcher in
 // gsbn/_cuda/kernels.py). This function waits until all of that kernel is done and its writes are visible. Only then
@@ -314,11 +320,6 @@ __device__ __forceinline__ void for_each_item(long long count, const Work& work)
 __device__ inline void await_kernel_ahead(bool waits = false) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (!waits) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-__device__ inline void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+    if (!waits) let_next_kernel_begin();
 }

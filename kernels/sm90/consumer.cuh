@@ -212,14 +212,14 @@ struct Consumer : Cta {
                 if (word) *reinterpret_cast<u32*>(to) = piece;
                 if (half_word) *reinterpret_cast<unsigned short*>(to) = piece;
                 if (last_half) *reinterpret_cast<unsigned short*>(to + 4) = own >> 16;
-                from = (from ^ 64) + 4 * 128;  // chunk c of row r lies at c ^ (r & 7)
+                from = (from ^ 64) + 4 * 128;  // piece c of row r lies at c ^ (r & 7)
                 to += 4 * y_pitch;
             }
         }
     }
 
     // Stores d to y or, if TO_Y is false, to the deviations. d is transposed through shared memory, which has rows of
-    // 128 bytes, with chunk c (16 bytes) of row r at c ^ (r & 7). pack_of(h, ...) packs two rows of feature h.
+    // 128 bytes, with piece c (16 bytes) of row r at c ^ (r & 7). pack_of(h, ...) packs two rows of feature h.
     template <bool TO_Y = true, typename Pack>
     __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block,
                                           const Pack& pack_of) const {

@@ -14,7 +14,7 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int 
     Fetched beta[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; ++e)
-        beta[e] = !TWO_WORDS && first + e < n ? fetch(f.beta, f.beta_code, first + e) : Fetched{KIND_ABSENT, 0};
+        beta[e] = !TWO_WORDS && first + e < n ? f.beta.fetch(first + e) : Fetched{KIND_ABSENT, 0};
     Word all[EACH], tile[EACH], units[EACH];
     while (true) {
         bool here = true;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
     for (int c = lane; c < BLOCK_N; c += 32)
         if (block * BLOCK_N + c < n) {
             if constexpr (LOADS_BETA)
-                sh.beta[c] = fetch(f.beta, f.beta_code, block * BLOCK_N + c).or_else(0.0f);
+                sh.beta[c] = f.beta.fetch(block * BLOCK_N + c).or_else(0.0f);
             else
                 sh.arguments[c] = f.arguments_of(block * BLOCK_N + c);
 #if RENORM

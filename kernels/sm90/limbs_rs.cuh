@@ -41,9 +41,9 @@ struct LimbsOfW {
                         };
                         v[h][j][i] = make_float2(at(k), at(k + 1));
                     } else {
-                        const int chunk = (4 * j + 2 * i + quarter / 2) ^ (row & 7);
+                        const int piece = (4 * j + 2 * i + quarter / 2) ^ (row & 7);
                         v[h][j][i] =
-                            *reinterpret_cast<const float2*>(tile + (row + 8 * h) * 128 + chunk * 16 + quarter % 2 * 8);
+                            *reinterpret_cast<const float2*>(tile + (row + 8 * h) * 128 + piece * 16 + quarter % 2 * 8);
                     }
                     top[h] = fmaxf(top[h], fmaxf(fabsf(v[h][j][i].x), fabsf(v[h][j][i].y)));
                 }

@@ -56,7 +56,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
     const StatisticsType unbiased =
         StatisticsType(m) / StatisticsType(m - 1) * StatisticsType(BY_LIMBS ? M2_OF_LIMBS : 1.0);
     const long long n = this->n;
-    const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
+    const bool tracked = !RANKS && (f.running_mean.code & 7) != KIND_ABSENT;
     Welford own[BLOCK_N / 32];
     int nth = 0;
     for (; has(nth); ++nth) {
@@ -85,12 +85,10 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             // load the arguments before the partial statistics are there
             const Fetched none = {KIND_ABSENT, 0};
             Fetched of_s = none, of_gamma = none, of_beta = none, of_b = none, of_rm = none, of_rv = none;
-            if (mine)
-                of_s = fetch(f.scale, f.scale_code, feature), of_gamma = fetch(f.gamma, f.gamma_code, feature),
-                of_beta = fetch(f.beta, f.beta_code, feature);
+            if (mine) of_s = f.scale.fetch(feature), of_gamma = f.gamma.fetch(feature), of_beta = f.beta.fetch(feature);
             if (running)
-                of_b = fetch(f.bias, f.bias_code, feature), of_rm = fetch(f.running_mean, f.running_mean_code, feature),
-                of_rv = fetch(f.running_var, f.running_var_code, feature);
+                of_b = f.bias.fetch(feature), of_rm = f.running_mean.fetch(feature),
+                of_rv = f.running_var.fetch(feature);
             // wait first for this CTA, then for one word of all parts, then for all words
             float mean, m2;
             u64 launch = 0;
@@ -125,8 +123,8 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 const StatisticsType rm = (1 - weight) * of_rm.or_else(StatisticsType(0)) + weight * (s * (mean + b));
                 const StatisticsType rv =
                     (1 - weight) * of_rv.or_else(StatisticsType(0)) + weight * (s * s * var * unbiased);
-                store_vector(f.running_mean, f.running_mean_code, feature, rm);
-                store_vector(f.running_var, f.running_var_code, feature, rv);
+                store_vector(f.running_mean.at, f.running_mean.code, feature, rm);
+                store_vector(f.running_var.at, f.running_var.code, feature, rv);
             }
             if (SAVE_DEVIATIONS && mine)
                 store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, mean - all.centre, all.unit,
@@ -197,7 +195,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     }
     if (RENORM) __syncwarp();  // all lanes have read the running statistics
     // Now compute what no tile waits for, for all these features, in float64: the letters are still there.
-    const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
+    const bool tracked = (f.running_mean.code & 7) != KIND_ABSENT;
     const int most = (BLOCK_N - 1) / int(min(p.parts_in_panels, p.parts_alone)) + 1;  // the most features in a share
     const int left = SAVE_DEVIATIONS || tracked ? tiles() * most : 0;
 #pragma unroll 1
@@ -205,24 +203,24 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         const auto [block, first, end] = share_of(i / most);
         const int c = first + i % most, feature = block * BLOCK_N + c;
         if (c >= end || feature >= n) continue;
-        const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
+        const double s = f.scale.fetch(feature).or_else(p.number);
         const GroupStatistics<double> all = exchange.statistics<double>(feature);
 #if RENORM
         const Running of_running = f.running(feature, f.arguments_of(feature));  // before they are updated
 #endif
         if (tracked && all.right) {
-            const double b = fetch(f.bias, f.bias_code, feature).or_else(0.0), mu = sh.momentum;
-            const double rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.0);
-            const double rv = fetch(f.running_var, f.running_var_code, feature).or_else(0.0);
-            store_vector(f.running_mean, f.running_mean_code, feature, (1.0 - mu) * rm + mu * (s * (all.mean + b)));
-            store_vector(f.running_var, f.running_var_code, feature,
+            const double b = f.bias.fetch(feature).or_else(0.0), mu = sh.momentum;
+            const double rm = f.running_mean.fetch(feature).or_else(0.0);
+            const double rv = f.running_var.fetch(feature).or_else(0.0);
+            store_vector(f.running_mean.at, f.running_mean.code, feature, (1.0 - mu) * rm + mu * (s * (all.mean + b)));
+            store_vector(f.running_var.at, f.running_var.code, feature,
                          (1.0 - mu) * rv + mu * (s * s * (all.m2 / (all.rows - 1.0))));
         }
         if (SAVE_DEVIATIONS) {  // slope and unit of y must be the published ones
             const GroupStatistics<float> rounded = exchange.statistics<float>(feature);
             const float var = rounded.m2 / rounded.rows * float(BY_LIMBS ? M2_AS_MADE : 1.0);
             const Arguments u = f.arguments_of(feature);
-            const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
+            const double gamma = f.gamma.fetch(feature).or_else(1.0);
 #if RENORM
             const Corrected to_y = {u, of_running, sh.limits, rounded.mean, var, f.eps};
 #else

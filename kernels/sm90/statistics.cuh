@@ -50,38 +50,34 @@ struct Corrected : Arguments {
 };
 #endif
 
+template <typename Void>
+struct FeatureVector {  // see fetch
+    Void* at;
+    long long code;
+
+    __device__ Fetched fetch(long long i) const { return ::fetch(at, code, i); }
+};
+
 struct Features {  // the caller's per-feature arguments
-    const void* bias;
-    long long bias_code;
-    const void* scale;
-    long long scale_code;
-    const void* gamma;
-    long long gamma_code;
-    const void* beta;
-    long long beta_code;
-    void* running_mean;
-    long long running_mean_code;
-    void* running_var;
-    long long running_var_code;
+    FeatureVector<const void> bias, scale, gamma, beta;
+    FeatureVector<void> running_mean, running_var;
     float eps, number;
 #if RENORM
     const void* renorm;
 
     __device__ Running running(int i, const Arguments& u) const {
-        const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
-                      of_rv = fetch(running_var, running_var_code, i);
+        const Fetched of_b = bias.fetch(i), of_rm = running_mean.fetch(i), of_rv = running_var.fetch(i);
         return {u, of_b.or_else(0.0f), of_rm.or_else(0.0f), of_rv.or_else(1.0f), eps};
     }
 #endif
 
     __device__ Arguments arguments_of(int i) const {
-        const Fetched s = fetch(scale, scale_code, i), g = fetch(gamma, gamma_code, i), b = fetch(beta, beta_code, i);
+        const Fetched s = scale.fetch(i), g = gamma.fetch(i), b = beta.fetch(i);
         return {s.or_else(number), g.or_else(1.0f), b.or_else(0.0f)};
     }
 
     __device__ Frozen frozen(int i) const {
-        const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
-                      of_rv = fetch(running_var, running_var_code, i);
+        const Fetched of_b = bias.fetch(i), of_rm = running_mean.fetch(i), of_rv = running_var.fetch(i);
         const Arguments u = arguments_of(i);
         const float b = of_b.or_else(0.0f), rm = of_rm.or_else(0.0f), rv = of_rv.or_else(1.0f);
         const float gr = u.gamma / sqrtf(rv + eps), a = multiply_no_ftz(gr, u.scale);
