@@ -88,9 +88,9 @@ __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows,
         for (int i = 0; i < SUMS; ++i)
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
-                const double before_it = sums[i][j], v = double(sums_of[i][j].high) + sums_of[i][j].low;
+                const double previous = sums[i][j], v = double(sums_of[i][j].high) + sums_of[i][j].low;
                 sums[i][j] += v;
-                if constexpr (FLOAT64) low[i][j] += rest_of_sum(before_it, v, sums[i][j]);
+                if constexpr (FLOAT64) low[i][j] += rest_of_sum(previous, v, sums[i][j]);
             }
     }
     if constexpr (FLOAT64)

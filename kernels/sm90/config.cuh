@@ -61,18 +61,19 @@ constexpr bool TRAINS = MODE == MODE_TRAINING || MODE == MODE_RECOMPUTE || MODE 
 constexpr bool FLOAT32 = !OF_16_BITS || FLOAT32_OUTPUT;         // y is float32; else y has x's type
 constexpr bool IN_UNITS = ELEMENT == ELEMENT_FLOAT16;           // deviations are stored in units (deviation_unit)
 constexpr bool DEFERS = MODE == MODE_TRAINING && SPLIT_K == 1;  // tiles wait in y for their statistics
-static_assert(!RENORM || SAVE_DEVIATIONS, "half the variants: who renormalises has a backward");
+static_assert(!RENORM || SAVE_DEVIATIONS, "RENORM is for training with a backward");
 static_assert(!(X_MN_MAJOR || FLOAT32_OUTPUT) || ((MODE == MODE_GEMM || CHANNELS_FIRST) && OF_16_BITS),
-              "only products of 16 bits");
+              "X_MN_MAJOR and FLOAT32_OUTPUT are for products of 16 bits");
 static_assert(!K_IN_SAMPLES ||
                   (MODE == MODE_GEMM && OF_16_BITS && FLOAT32_OUTPUT && SPLIT_K == 1 && !X_MN_MAJOR && !W_MN_MAJOR),
-              "partial products of K-major operands");
+              "K_IN_SAMPLES makes partial products of K-major operands");
 static_assert(!CHANNELS_FIRST || (X_MN_MAJOR && !FLOAT32_OUTPUT && SPLIT_K == 1 && !RANKS && MODE != MODE_TRAINING &&
                                   MODE != MODE_CLUSTER_BATCH),
-              "no tile is deferred or shared");
-static_assert(!W_MN_MAJOR || (MODE == MODE_GEMM && (OF_16_BITS || ELEMENT == ELEMENT_LIMBS_RS)), "and w as it is");
+              "with CHANNELS_FIRST no tile is deferred or divided");
+static_assert(!W_MN_MAJOR || (MODE == MODE_GEMM && (OF_16_BITS || ELEMENT == ELEMENT_LIMBS_RS)),
+              "W_MN_MAJOR is for products of 16 bits or by LIMBS_RS");
 static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS && !(MODE == MODE_CLUSTER_BATCH && CLUSTER > 1)),
-              "a CTA has one tile");
+              "with SPLIT_K a CTA has one tile");
 
 // The type in which running statistics are updated. With limbs and with ranks, results are so exact that roundings to
 // float32 would be visible.

@@ -134,7 +134,7 @@ struct RowParts {
     }
 };
 
-// Where (mean, M2) of the parts of one feature lie: in the workspace, perhaps not yet written,
+// (mean, M2) of the parts of one feature, in the workspace; some may not be written yet.
 struct Published {
     const Word* words;
     u64 launch;
@@ -148,7 +148,7 @@ struct Published {
         return __ldcg(reinterpret_cast<const float2*>(words + size_t(t) * BLOCK_N));
     }
 };
-// or in shared memory.
+// The same in shared memory.
 struct Gathered {
     const float2* parts;
 

@@ -38,7 +38,7 @@ struct Merged {  // the results for one feature, over all rows: y = f(a (g - cen
     __device__ float offset_or(float beta) const { return TWO_WORDS ? offset : beta; }
 };
 
-// The centre is the mean, or with SAVE_DEVIATIONS that of the deviations.
+// The centre is the mean or, with SAVE_DEVIATIONS, the centre of the deviations in y's type (deviation_centre).
 __device__ __forceinline__ Merged merged_of(float mean, float var, float a, float beta) {
     const float centre = SAVE_DEVIATIONS ? centre_of(mean, var, 1.0f) : mean;
     return {centre, a, deviation_unit(var, 1), centre == mean ? beta : fmaf(-a, mean - centre, beta)};
