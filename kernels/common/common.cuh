@@ -212,7 +212,7 @@ enum : int {
 // takes deviations about any centre (Projection in backward/columns.cuh).
 template <typename R>
 __device__ __forceinline__ R deviation_centre(R mean, R var) {
-    return R(16) * mean * mean < var ? R(0) : mean;
+    return mean * mean < var ? R(0) : mean;
 }
 
 #ifndef RENORM

@@ -148,7 +148,7 @@ def test_tiles(tile: tuple[int, int], dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, dtype: str) -> None:
-    assert_as_accurate(((9, 328), 64, 264), family, dtype, seeds=4)
+    assert_as_accurate(((9, 328), 64, 264), family, dtype, seeds=8)  # 2112 features: a ratio varies by 2 %
 
 
 @pytest.mark.gpu

@@ -94,7 +94,8 @@ def test_who_takes_them(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None
         x = torch.randn(shape, device="cuda", dtype=torch.float32 if autocast else layer.conv.weight.dtype)
         x = x.to(memory_format=torch.channels_last) if last else x
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            return "ChannelsFirst" in layer(x.requires_grad_()).grad_fn.name()
+            y = layer(x.requires_grad_())
+        return "ChannelsFirst" in y.grad_fn.name()
 
     short = layer_of(64, 64, "float32" if autocast else "bfloat16")
     assert taken(short, 64, 64, 14, 14) and taken(short.eval(), 64, 64, 14, 14)
