@@ -15,6 +15,7 @@ from gsbn import _plan
 from gsbn._backward import How, backward_within, run
 from gsbn._cuda import device as _device
 from gsbn._cuda import driver as _driver
+from gsbn._host import run as _run
 from gsbn._plan import declared as _declared
 from gsbn._plan.activations import macros
 from gsbn._plan.products import SM90_WORDS
@@ -406,3 +407,13 @@ def test_linear_keeps_what_its_backward_reads(dtype: str, out: bool) -> None:
         passes = [launch for launch in log[forward:] if launch.name.startswith("backward_")]
         assert passes and all(("IDENTITY", "true") in launch.defines for launch in passes)
         assert all(saved.deviations.pointer in launch.words for launch in passes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equal_calls_are_planned_once(seed: int) -> None:
+    """A key that cannot be made would plan every call again, without an error."""
+    call = fake_gpu.draw(seed)
+    with fake_gpu.gpu(fake_gpu.HOPPER):
+        if call.make() is None:
+            planned = len(_run._found)
+            assert planned and call.make() is None and len(_run._found) == planned
