@@ -30,9 +30,10 @@ class Saved(NamedTuple):
     weight : (O, I) array
     deviations : (B, P) array
         On a GPU in training: g - mean(g) in x's dtype. In 16 bits 0 takes the place of the mean where that is below the
-        standard deviation, so that a row far from all others, which moves the mean, does not cost them their digits. float16 deviations are divided, per feature, by a power of two near the standard deviation, so
-        that none overflows or underflows. With up to 16 rows (in a ghost batch) 16-bit
-        dtypes use float64: with so few rows, normalisation cancels most of the values, and 16 bits would lose the rest.
+        standard deviation, so that a row far from all others, which moves the mean, does not cost them their digits.
+        float16 deviations are divided, per feature, by a power of two near the standard deviation, so that none
+        overflows or underflows. With up to 16 rows (in a ghost batch) 16-bit dtypes use float64: with so few rows,
+        normalisation cancels most of the values, and 16 bits would lose the rest.
         On a GPU in inference: g in float32 (float64 for float64). Rows are padded to 16 bytes: P >= O.
         On the CPU: float32 (float64 for float64 and up to 16 rows), P = O; in inference g minus a constant per feature
         or, with an activation, g itself.
