@@ -72,8 +72,11 @@ def parameters(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
     assert start is not None, kernel
     by_value: list[str] = []
     words: list[str] = []
-    lines = re.split(r"[,\n]", code[start.end() : code.index("{", start.end())].rpartition(")")[0])
-    for line in _present(lines, kernel):
+    inside = code[start.end() : code.index("{", start.end())].rpartition(")")[0]
+    for piece in inside.split(","):
+        lines = [line for line in piece.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        assert len(lines) <= 1, f"{kernel.file}.cu: expected a parameter on one line, got {lines}"
+    for line in _present(re.split(r"[,\n]", inside), kernel):
         if name := re.search(r"(\w+)\s*$", line):
             (by_value if re.match(r"\s*const (__grid_constant__ )?\w+ \w+$", line.rstrip()) else words).append(name[1])
     return tuple(by_value), tuple(words)
