@@ -19,13 +19,18 @@ SHAPES = [((64, 256, 14, 14), 512), ((33, 130, 7, 7), 600), ((700, 24, 9, 11), 1
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
+def tf32(allowed: bool) -> Any:
+    """A context in which cuDNN's convolutions may use TF32, or may not."""
+    cudnn = torch.backends.cudnn  # whose flags() sets all flags
+    same = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")}
+    return cudnn.flags(**same, allow_tf32=allowed)
+
+
 @pytest.fixture(autouse=True)
 def ieee() -> Iterator[None]:
-    """cuDNN's convolutions in float32 without TF32, which is PyTorch's default."""
-    cudnn, before = torch.backends.cudnn, torch.backends.cudnn.allow_tf32
-    cudnn.allow_tf32 = False
-    yield
-    cudnn.allow_tf32 = before
+    """float32 without TF32, which is not PyTorch's default."""
+    with tf32(False):
+        yield
 
 
 def layer_of(inputs: int, features: int, dtype: str, **options: Any) -> Any:
@@ -89,7 +94,7 @@ def test_a_step_beside_float64(shape: tuple[int, ...], features: int, dtype: str
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("autocast", [False, True])
-def test_who_takes_them(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_them(autocast: bool) -> None:
     def taken(layer: Any, *shape: int, last: bool = False) -> bool:
         x = torch.randn(shape, device="cuda", dtype=torch.float32 if autocast else layer.conv.weight.dtype)
         x = x.to(memory_format=torch.channels_last) if last else x
@@ -106,8 +111,8 @@ def test_who_takes_them(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None
         wide = layer_of(64, 64, "float32")
         assert taken(wide, 64, 64, 14, 14) and taken(wide, 8, 64, 64, 64)
         assert not taken(layer_of(64, 64, "float32", precision="high"), 64, 64, 14, 14)
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-        assert not taken(wide, 64, 64, 14, 14), "cuDNN uses TF32"
+        with tf32(True):
+            assert not taken(wide, 64, 64, 14, 14), "cuDNN uses TF32"
 
 
 @pytest.mark.gpu
