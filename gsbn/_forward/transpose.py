@@ -36,7 +36,7 @@ def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Any:
     x, matrices = kind.numpy(arrays[0]), options[0]
     rows, cols = len(x) // matrices, x.shape[1]
     turned = x.reshape(matrices, rows, cols).transpose(0, 2, 1)
-    return kind.from_numpy(np.ascontiguousarray(turned).reshape(matrices * cols, rows))
+    return kind.from_numpy(np.array(turned, order="C").reshape(matrices * cols, rows))
 
 
 TRANSPOSE = Operation(

@@ -67,6 +67,11 @@ def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     return how
 
 
+def shaped(new: Any, shape: Any) -> Any:
+    """Return a new tensor in this shape, not as a view: autograd forbids to change a view from a node in place."""
+    return torch.ops.aten._unsafe_view.default(new, shape)
+
+
 def kind_of_tensor(tensor: Any) -> Kind:
     kind = kind_of(tensor)
     assert kind is not None

@@ -19,8 +19,9 @@ from .._forward.channels_first import FORWARD_CHANNELS_FIRST
 from .._forward.operation import WHOLE_BATCH
 from .._host.run import call, run
 from .._plan import LEAST_LENGTH, channels_first_obstacle
+from .._plan.skinny import serves_skinny_backward
 from ._again import Given, gradients_again
-from ._autograd import cast, drop_given, goes_again, in_place, is_watched, kind_of_tensor, needed_of, widens
+from ._autograd import cast, drop_given, goes_again, in_place, is_watched, kind_of_tensor, needed_of, shaped, widens
 from ._transpose import rows_of, transpose
 
 IN_PLACE, COPIES = "in place", "copies"  # x and y as they are; or transposed, by a launch each
@@ -129,7 +130,7 @@ def _forward(
         else:
             made = forward_of(arrays, of_call)
         y, saved = made if saves else (made, None)
-        return (y if how == IN_PLACE else transpose(y.view(n, length, features))).view(of_y), saved
+    return shaped(y if how == IN_PLACE else transpose(y.view(n, length, features)), of_y), saved
 
 
 class _ChannelsFirst(Function):
@@ -144,8 +145,10 @@ class _ChannelsFirst(Function):
         x, weight = cast(x, dtype), cast(weight, dtype)
         y, saved = _forward(x, weight, (bias, gamma, beta), *of_call, saves=True)
         ctx.how, ctx.of_x = How.of(saved, (), wide=wide), x.shape
+        sizes = x.shape[0], *weight.shape
         # dx needs x only to compute the call again
-        kept = x if needs_x or needs_weight else None, weight if needs_x or ctx.laid_out == COPIES else None
+        reads = ctx.laid_out == COPIES and serves_skinny_backward(str(weight.dtype).removeprefix("torch."), *sizes)
+        kept = x if needs_x or needs_weight else None, weight if needs_x or reads else None
         ctx.save_for_backward(*kept, saved.deviations, saved.vectors)
         ctx.at = saved.deviations.data_ptr()
         return y

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .._typing import Activation, Precision
 from .._values import flag, type_name
@@ -110,9 +111,11 @@ class ConvBatchNorm(Layer):
         norm: Any = self._modules["norm"]
         if are_plain(x, conv, norm, self.precision):
             return cast(Tensor, fused(x, conv, None, norm, self.activation, self.precision, "auto", residual))
+        if isinstance(x, Proxy) and x.tracer.root is not self:
+            return cast(Tensor, self._node(x, residual))
         y = norm(conv(x))
         if residual is not None:
-            if not torch.jit.is_tracing():
+            if not (isinstance(x, Proxy) or torch.jit.is_tracing()):
                 check_residual(residual, y.shape, y.device)
             y = y + residual
         return cast(Tensor, y if self.activation is None else module_of(self.activation)(y))

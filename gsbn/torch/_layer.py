@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,11 @@ class Layer(nn.Module):
         for name, value in attributes.items():
             setattr(self, name, value)
         self.training = self.norm.training
+
+    def _node(self, x: Any, residual: Any) -> Any:
+        """Return the layer's one node in a program that torch.fx records, as for PyTorch's modules."""
+        inputs = (x,) if residual is None else (x, residual)
+        return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), inputs, {})
 
     def extra_repr(self) -> str:
         shown: dict[str, Any] = {"scale": True} if getattr(self, "scale", None) is not None else {}
@@ -273,10 +278,8 @@ class LinearBatchNorm1d(Layer):
         scale: Any = parameters["scale"] if "scale" in parameters else self.scale  # noqa: SIM401  what get() would ask
         if are_plain(x, linear, norm):
             return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm, residual)
-        if isinstance(x, Proxy) and x.tracer.root is not self:  # one node for torch.fx, as for PyTorch's modules
-            inputs = (x,) if residual is None else (x, residual)
-            node: Any = x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), inputs, {})
-            return cast(Tensor, node)
+        if isinstance(x, Proxy) and x.tracer.root is not self:
+            return self._node(x, residual)
         if not isinstance(x, Proxy):
             require_tensors(x=x)
         if x.dim() == 3 and isinstance(linear, nn.Linear) and not torch.jit.is_tracing():

@@ -16,7 +16,7 @@ from .._plan.activations import follows_from_y
 from .._values import shown
 from ._activations import apply, before
 from ._again import as_variables
-from ._autograd import goes_again, is_watched
+from ._autograd import goes_again, is_watched, shaped
 
 
 def check_residual(residual: Any, expected: Any, device: Any) -> None:
@@ -39,7 +39,8 @@ def added(u: Any, residual: Any, activation: Any) -> Any:
     if is_grad_enabled() and (u.requires_grad or residual.requires_grad):
         made = super(Function, _Residual).apply(u, residual, activation)  # as _apply_of in _function.py
         return made[0] if isinstance(made, tuple) else made
-    return add_and_activate(u.flatten(1), residual.flatten(1), activation, keeps=False).view(u.shape)
+    add_and_activate(u.flatten(1), residual.flatten(1), activation, keeps=False)  # in u's memory
+    return u
 
 
 def _fuses(u: Any, residual: Any) -> bool:
@@ -69,7 +70,7 @@ class _Residual(Function):
         keeps = not follows_from_y(activation)
         y = add_and_activate(u.flatten(1), residual.flatten(1), activation, keeps=keeps)
         ctx.save_for_backward(u)
-        return (y.view(u.shape), u) if keeps else u
+        return (y if u.dim() == 2 else shaped(y, u.shape), u) if keeps else u
 
     @staticmethod
     def backward(ctx: Any, dy: Any, of_v: Any = None) -> Any:
@@ -81,7 +82,8 @@ class _Residual(Function):
             if again:
                 dv = _again(dy, kept, ctx.activation)
             else:
-                dv = before_kept(dy.flatten(1), kept.flatten(1), ctx.activation).view(kept.shape)
+                dv = before_kept(dy.flatten(1), kept.flatten(1), ctx.activation)
+                dv = dv if kept.dim() == 2 else shaped(dv, kept.shape)
             dv = dv if of_v is None else dv + of_v
         return dv, dv, None
 

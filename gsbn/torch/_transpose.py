@@ -18,7 +18,7 @@ from ._autograd import goes_again, is_watched
 def rows_of(x: Any) -> Any:
     """Return x (N, C, ...) as a matrix whose rows have C adjacent features. One launch copies a contiguous x."""
     n, features, *sizes = x.shape
-    if not _by_launch(x):
+    if features == 1 or prod(sizes) == 1 or not _by_launch(x):
         return x.movedim(1, -1).reshape(n * prod(sizes), features)
     x = x.view(n, features, prod(sizes))
     differentiable = is_grad_enabled() and x.requires_grad
@@ -34,9 +34,9 @@ def transpose(x: Any) -> Any:
 
 def _by_launch(x: Any) -> bool:
     """Return whether gsbn's launch serves: for plain memory on a GPU, in a call that nobody else watches."""
-    if not x.is_cuda or not x.is_contiguous() or x.numel() == 0 or is_compiling() or is_watched():
+    if not x.is_cuda or is_compiling() or is_watched():
         return False
-    return is_memory(torch, x)
+    return x.is_contiguous() and x.numel() > 0 and is_memory(torch, x)
 
 
 class _Transpose(Function):

@@ -55,7 +55,7 @@ constexpr int THREADS = 256;
 __device__ __forceinline__ long long pitch_of_columns(const ForwardProblem& p) { return GHOST ? p.n : p.ldg; }
 
 // The unit of a feature's deviations: a power of two above the spread, by a factor of at most 2, in float32's range; 1
-// if the spread is 0. A deviation is at most sqrt(B) of these units.
+// if the spread is 0. A deviation is at most sqrt(B) + 1 of these units.
 __device__ inline double unit_near(double spread) {
     return spread > 0.0 && isfinite(spread) ? ldexp(1.0, max(-126, min(ilogb(spread) + 1, 126))) : 1.0;
 }

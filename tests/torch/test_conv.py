@@ -362,3 +362,32 @@ def test_three_dimensions_of_the_linear_layer_keep_their_layout() -> None:
     layer = LinearBatchNorm1d(6, 5, dtype=torch.float64)
     for layout in LAYOUTS:
         assert in_rows(layer(batch((4, 6, 10), layout)))
+
+
+FORMATS = {"contiguous": None, "channels last": torch.channels_last}
+
+
+@pytest.mark.parametrize("layouts", [(a, b) for a in FORMATS for b in FORMATS], ids=str)  # of x and the residual
+@pytest.mark.parametrize("size", [4, 16])  # 16 x 16 pixels have a kernel for channels first in 16 bits
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_residual(device: str, dtype: Any, activation: Any, size: int, layouts: tuple[str, str]) -> None:
+    layer = ConvBatchNorm2d(6, 5, activation=activation, device=device, dtype=dtype)
+    modules = [nn.Sequential(copy.deepcopy(layer.conv), copy.deepcopy(layer.norm)) for _ in range(2)]
+    after = nn.Identity() if activation is None else nn.ReLU() if activation == "relu" else nn.SiLU()
+    given = [torch.randn(3, n, size, size, device=device).to(dtype) for n in (6, 5, 5)]
+    given[:2] = [
+        a if FORMATS[b] is None else a.to(memory_format=FORMATS[b]) for a, b in zip(given, layouts, strict=False)
+    ]
+    before, found = [a.clone() for a in given], []
+    for model, type_ in ((layer, dtype), (modules[0], dtype), (modules[1].double(), torch.float64)):
+        x, residual = (a.to(type_).detach().requires_grad_() for a in given[:2])
+        y = model(x, residual) if model is layer else after(model(x) + residual)
+        found.append([y, *torch.autograd.grad(y, [x, residual, *model.parameters()], given[2].to(type_))])
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+    for mine, its, truth in zip(*found, strict=True):
+        assert mine.dtype is its.dtype and mine.shape == its.shape
+        # few features: each error is chance; and the truth has sums of 768 rows
+        error, limit = (float((of.double() - truth).norm()) for of in (mine, its))
+        roundoff = 4 * torch.finfo(dtype).eps + 768**0.5 * torch.finfo(torch.float64).eps
+        assert error <= 3 * limit + roundoff * float(truth.norm())

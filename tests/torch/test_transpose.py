@@ -68,6 +68,29 @@ def test_rows_and_their_gradients(device: str) -> None:
     assert torch.equal(rows_of(x[:, ::2]), x[:, ::2].movedim(1, -1).reshape(-1, 3))
 
 
+@pytest.mark.parametrize("shape", [(5, 7, 1), (5, 7, 1, 1), (5, 1, 9)], ids=str)
+def test_a_view_is_enough(device: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device=device)
+    assert rows_of(x).data_ptr() == x.data_ptr() and rows_of(x).shape == (x.numel() // shape[1], shape[1])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("size", [14, 16])  # with copies, and where it lies in 16 bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_output_may_be_changed_in_place(device: str, dtype: Any, size: int, frozen: bool) -> None:
+    """As that of PyTorch's modules, in a residual block say."""
+    layer = ConvBatchNorm2d(64, 64, device=device, dtype=dtype).requires_grad_(not frozen)
+    x = torch.randn(64, 64, size, size, device=device, dtype=dtype)
+    z = torch.ones(64, 1, 1, device=device, dtype=dtype, requires_grad=True)
+    y = layer(x)
+    y += z
+    nn.functional.relu(y, inplace=True).sum().backward()
+    assert z.grad is not None and (layer.conv.weight.grad is None) == frozen
+    layer.eval()
+    y = layer(x)
+    y *= z
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("training", [True, False])
