@@ -16,7 +16,8 @@ ARRAYS = ("x",)
 
 
 def transposed(x: Any, matrices: int) -> Any:
-    """(matrices * cols, rows), the transposes of contiguous matrices (rows, cols); x is (matrices * rows, cols)."""
+    """The transposes of so many matrices (rows, cols), one below the other: x is (matrices * rows, cols), contiguous,
+    of any dtype of gsbn, and the result a new (matrices * cols, rows) array of it."""
     return call(TRANSPOSE, (x,), (matrices, None))
 
 

@@ -35,9 +35,8 @@ from .sources import Kernel
 from .variants import FEW_FEATURES, TILES, gemm_tiled, split_limbs
 
 CUBLAS_SMS = 16  # the least SM target given to cuBLAS; with a target of 1 it ended the process (a division by zero)
-SPLIT_K_LEAST_STEPS = (
-    8  # split-k needs so many steps of 128 bytes of k per CTA: with fewer, the exchange of sums costs more
-)
+# Split-k needs so many steps of 128 bytes of k per CTA: with fewer, the exchange of sums costs more.
+SPLIT_K_LEAST_STEPS = 8
 PANEL_MB = 40.0  # mode "gemm" takes its tiles in square panels if the operands have more MB than this
 # With up to so many terms in a sum, a product takes about as long as writing its result. Tiles then go row by row, and
 # forward_sm90 computes dw, since cuBLAS would clear memory first.

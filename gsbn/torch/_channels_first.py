@@ -56,9 +56,9 @@ def beats_modules(x: Any, weight: Any, vectors: tuple[Any, ...], training: bool,
     whose samples are short or not a multiple of 16 bytes. Without a backward PyTorch's modules move fewer bytes if
     there are more inputs than features. docs/history/channels_first.md has the figures.
     """
-    how = way_of(x, weight, vectors, (training, "auto"))
-    if how != COPIES:
-        return how == IN_PLACE
+    way = way_of(x, weight, vectors, (training, "auto"))
+    if way != COPIES:
+        return way == IN_PLACE
     n, k, *sizes = x.shape
     features, length, dtype = weight.shape[0], prod(sizes), _dtype_of(x) or x.dtype
     if n * length * (k + features) < _COPIED:
@@ -66,12 +66,12 @@ def beats_modules(x: Any, weight: Any, vectors: tuple[Any, ...], training: bool,
     if dtype is torch.float32:
         if precision != "highest" or _convolves_in_tf32():
             return False
-        compute_bound = min(k, features) >= 128
+        slow_elsewhere = min(k, features) >= 128  # the product takes longer than the copies
     elif dtype.itemsize == 2 and (length % 8 or length < LEAST_LENGTH):
-        compute_bound = length < LEAST_LENGTH
+        slow_elsewhere = length < LEAST_LENGTH  # cuDNN's product of such short samples
     else:
         return False
-    return features >= k or compute_bound or training or _needs_gradients(x, weight, vectors)
+    return features >= k or slow_elsewhere or training or _needs_gradients(x, weight, vectors)
 
 
 def _dtype_of(x: Any) -> Any:
@@ -96,16 +96,16 @@ def _needs_gradients(x: Any, weight: Any, vectors: tuple[Any, ...]) -> bool:
 
 
 def channels_first(
-    x: Any, weight: Any, vectors: tuple[Any, ...], state: Any, options: Any, activation: Any, how: str
+    x: Any, weight: Any, vectors: tuple[Any, ...], state: Any, options: Any, activation: Any, way: str
 ) -> Any:
-    """Return a contiguous y for a contiguous x. `how` is what `way_of` returned.
+    """Return a contiguous y for a contiguous x. `way` is what `way_of` returned.
 
     `weight` has shape (O, C), and `vectors` are bias, gamma and beta.
     """
     of_y = x.shape[0], weight.shape[0], *x.shape[2:]
-    of_call = state, options, checked_activation(activation), how, of_y
+    of_call = state, options, checked_activation(activation), way, of_y
     dtype = _dtype_of(x)
-    x = rows_of(cast(x, dtype)) if how == COPIES else x
+    x = rows_of(cast(x, dtype)) if way == COPIES else x
     if _needs_gradients(x, weight, vectors):
         # as _apply_of in _function.py
         return super(Function, _ChannelsFirst).apply(x, weight, *vectors, of_call, dtype)
@@ -113,7 +113,7 @@ def channels_first(
 
 
 def _forward(
-    x: Any, weight: Any, vectors: Any, state: Any, options: Any, activation: Any, how: str, of_y: Any, *, saves: bool
+    x: Any, weight: Any, vectors: Any, state: Any, options: Any, activation: Any, way: str, of_y: Any, *, saves: bool
 ) -> tuple[Any, Any]:
     """Return y, of this shape, and with `saves` what the backward needs, else None. With COPIES x is a matrix of rows.
 
@@ -125,12 +125,12 @@ def _forward(
     arrays = x.view(n * length, -1), weight, None, bias, gamma, beta, *state, None, None, None
     of_call = *options, saves, None, activation, *WHOLE_BATCH
     with torch.no_grad():
-        if how == IN_PLACE:
+        if way == IN_PLACE:
             made = call(FORWARD_CHANNELS_FIRST, arrays, (*of_call, 1.0, length))
         else:
             made = forward_of(arrays, of_call)
         y, saved = made if saves else (made, None)
-    return shaped(y if how == IN_PLACE else transpose(y.view(n, length, features)), of_y), saved
+    return shaped(y if way == IN_PLACE else transpose(y.view(n, length, features)), of_y), saved
 
 
 class _ChannelsFirst(Function):
@@ -138,7 +138,7 @@ class _ChannelsFirst(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, of_call: Any, dtype: Any) -> Any:
-        _, options, _, ctx.laid_out, _ = of_call
+        _, options, _, ctx.way, _ = of_call
         wide = widens(dtype, weight)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.given = Given.of((weight, bias, None, gamma, beta), options[2], connected=dtype is None)
@@ -147,7 +147,7 @@ class _ChannelsFirst(Function):
         ctx.how, ctx.of_x = How.of(saved, (), wide=wide), x.shape
         sizes = x.shape[0], *weight.shape
         # dx needs x only to compute the call again
-        reads = ctx.laid_out == COPIES and serves_skinny_backward(str(weight.dtype).removeprefix("torch."), *sizes)
+        reads = ctx.way == COPIES and serves_skinny_backward(str(weight.dtype).removeprefix("torch."), *sizes)
         kept = x if needs_x or needs_weight else None, weight if needs_x or reads else None
         ctx.save_for_backward(*kept, saved.deviations, saved.vectors)
         ctx.at = saved.deviations.data_ptr()
@@ -158,26 +158,26 @@ class _ChannelsFirst(Function):
         x, weight, deviations, vectors = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_gamma, needs_beta, *_ = ctx.needs_input_grad
         how = ctx.how._replace(needs=needed_of((needs_x, needs_weight, needs_bias, False, needs_gamma, needs_beta)))
-        lies = ctx.laid_out == IN_PLACE
+        copies = ctx.way == COPIES
         if goes_again(dy):
-            rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if lies and x is not None else x
+            rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if not copies and x is not None else x
             found = gradients_again(how, ctx.given, dy.movedim(1, -1).reshape(-1, dy.shape[1]), rows, vectors)
-            if found[0] is not None and lies:
+            if found[0] is not None and not copies:
                 n, k, *sizes = ctx.of_x
                 found[0] = found[0].reshape(n, *sizes, k).movedim(-1, 1)
         else:
             drop_given(ctx)
             dy = dy.resolve_neg()
             of_call: Any
-            if lies:
+            if copies:
+                dy = rows_of(dy)
+                operation, of_call = BACKWARD, in_place(how, dy, deviations, ctx.at)
+            else:
                 dy = dy.contiguous()
                 length = prod(dy.shape[2:])
                 dy = (dy.clone() if dy.data_ptr() % 16 else dy).view(deviations.shape)  # it is read 16 bytes at a time
                 x = x.view(len(dy), -1) if needs_weight else None
                 operation, of_call = BACKWARD_CHANNELS_FIRST, (in_place(how, dy, deviations, ctx.at), length)
-            else:
-                dy = rows_of(dy)
-                operation, of_call = BACKWARD, in_place(how, dy, deviations, ctx.at)
             checked, made = run(operation, kind_of_tensor(dy), (dy, x, weight, deviations, vectors), of_call)
             assert checked is not None
             found = checked.returned(made)

@@ -189,9 +189,9 @@ def call(
         alone = renorm is None and groups == 1 and (not options[0] or name_of(process_group) is None)
         vectors = bias, gamma, beta
         if scale is None and alone and not in_rows(x):
-            how = way_of(x, weight, vectors, options)
-            if how == IN_PLACE or (how == COPIES and conv):
-                return channels_first(x, weight.flatten(1), vectors, state, options, activation, how)
+            way = way_of(x, weight, vectors, options)
+            if way == IN_PLACE or (way == COPIES and conv):  # y of a Linear need not be contiguous: one copy less
+                return channels_first(x, weight.flatten(1), vectors, state, options, activation, way)
         n, _, *sizes = x.shape
         of_rows: Any = weight.flatten(1), bias, scale, gamma, beta, state, options, activation
         of_rows += process_group, renorm, groups, None if residual is None else rows_of(residual)

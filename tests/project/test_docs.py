@@ -125,3 +125,10 @@ def test_the_site_builds(tmp_path: Path) -> None:
     for style in tmp_path.rglob("*.css"):
         assert re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", style.read_text(encoding="utf-8")) == [], style
     assert (tmp_path / "_images" / "kernelbench.png").is_file()
+
+
+def test_the_edit_that_contributing_shows_finds_its_line() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    ((pattern, new, file),) = re.findall(r"^sed -i 's/(.*)/(.*)/' (\S+)$", page, re.MULTILINE)
+    changed, count = re.subn(pattern, new, (ROOT / file).read_text("utf-8"), flags=re.MULTILINE)
+    assert count == 1 and new in changed
