@@ -51,7 +51,9 @@
 //   4. The consumers write y of the last tile, which is still in registers. Then they compute the other tiles again,
 //      from the last but one to the first, because L2 still holds the end of x. Meanwhile the producer already loads
 //      the first of these tiles.
-// A warpgroup whose 64 features all lie beyond n multiplies nothing.
+// A warpgroup whose 64 features all lie beyond n multiplies nothing. With SAVE_VECTORS alone the backward computes g
+// again (REMAT in skinny_backward.cu): no deviations are stored, and step 4 computes the last tile again, too, so that
+// every y is rounded like the backward's u.
 //
 // Cluster batch. If the batch has few rows, one cluster has all rows of one block of features: CLUSTER tiles of x whose
 // CTAs each load a part of the w tile, or SPLIT_K tiles whose CTAs each have a range of k. All clusters run in one
@@ -150,7 +152,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     const int* w_exponents
 #if SAVE_DEVIATIONS
     ,
-    char* deviations, double* saved  // the deviations (m, n), and rows of n: SAVED_
+    char* deviations  // (m, n)
+#endif
+#if SAVE_VECTORS
+    ,
+    double* saved  // rows of n: SAVED_
 #endif
 #if RANKS
     ,
@@ -197,6 +203,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     };
 #if SAVE_DEVIATIONS
     const ForBackward for_backward = {&deviations_map, deviations, saved};
+#elif SAVE_VECTORS
+    const ForBackward for_backward = {.vectors = saved};
 #else
     const ForBackward for_backward = {};
 #endif

@@ -14,24 +14,26 @@
 // dw stay in registers until the end. The CTAs of a cluster divide the features: each has skinny_features. They work on
 // the same rows at the same time and exchange their parts of dx.
 //
+// With REMAT the forward stored no deviations, and d is null. A team multiplies a tile of x by the weight, which gives g
+// in registers, and computes dg from g - mean in float32 (skinny/remat.cuh). skinny_sums then runs ahead of this kernel.
+//
 // The kernel takes the last rows first: backward_sums took the first rows first, so L2 still holds the end. While
 // backward_sums still runs, this kernel may load everything except the sums.
 //
 // Bytes moved. It reads dy, d and x once (a cluster reads x once from memory; its other CTAs read x from L2). It writes
 // dx once, and FEATURES INPUTS floats for each CTA. At (1000000, 32, 32) in bfloat16 that is 256 MB. backward_dg and
-// two products move 448 MB.
-#include "skinny/products.cuh"
+// two products move 448 MB. With REMAT it does not read d.
+#include "skinny/pipeline.cuh"
+#if REMAT
+#include "skinny/remat.cuh"
+#endif
 
-constexpr int THREADS_HERE = TEAM * TEAMS;
-constexpr int OF_DY = FEATURES / VEC, OF_X = INPUTS / VEC;                     // pieces of 16 bytes in a row
-constexpr int DY = (OF_DY + 7) / 8 * 8 * ROWS, X = (OF_X + 7) / 8 * 8 * ROWS;  // pieces of a tile, in whole blocks
-constexpr int TILE = 2 * DY + X;                                               // dy, then dg; d; x
-constexpr int PIPELINE_WORDS = (WARPGROUPS > 1 ? 160 : 192) * 1024 / 16;       // words of all pipelines, 16 bytes each
-constexpr int WEIGHT_BYTES = FEATURES * (BY_FMA ? 4 * INPUTS : INPUTS < 64 ? 128 : 2 * INPUTS);
-constexpr int SHARED_BYTES = 16 * PIPELINE_WORDS + WEIGHT_BYTES;  // read by gsbn/_plan/variants.py
-constexpr int TILES = PIPELINE_WORDS / TEAMS / TILE;              // tiles of a team that are being copied or used
-static_assert(TILES >= 2, "one tile is copied while another is multiplied");
-static_assert(CLUSTER == 1 || (DY + X) * 16 >= ROWS * INPUTS * 4, "parts of dx from other CTAs lie where d and x were");
+// parts of dx from other CTAs lie where d and x were or, without d, where dg was
+constexpr int ROOM_AT = REMAT ? 0 : DY;
+static_assert(CLUSTER == 1 || (TILE - ROOM_AT) * 16 >= ROWS * INPUTS * 4, "there is room for them");
+
+// With two warpgroups the coefficients have no shared memory of their own: each thread keeps those of its columns.
+constexpr bool IN_REGISTERS = WARPGROUPS > 1 && !REMAT;
 
 extern __shared__ __align__(1024) uint4 skinny_shared[];
 
@@ -39,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     skinny_backward(const __grid_constant__ BackwardProblem p, const T* dy, const T* d, const T* x, const T* w,
                     const double* saved, const char* workspace, float* partials, T* dx, void* to_bias, void* to_scale,
                     void* to_gamma, void* to_beta) {
-    __shared__ alignas(16) G coefficients[WARPGROUPS > 1 ? 1 : DG_ROWS * FEATURES];
+    __shared__ alignas(16) G coefficients[IN_REGISTERS ? 1 : DG_ROWS * FEATURES];
     __shared__ ClusterBarriers barriers[TEAMS];
     T* weight = reinterpret_cast<T*>(skinny_shared + PIPELINE_WORDS);
     const int team = uniform(threadIdx.x / TEAM), member = threadIdx.x % TEAM;
@@ -59,39 +61,13 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     const int features = int(max(min(p.n - col0, 1LL * width), 0LL));  // this CTA's features
     dy += col0, d += col0;
     const long long begin = blockIdx.x / CLUSTER * p.skinny_rows, end = min(begin + p.skinny_rows, p.m);
-    const int of_dy = member % OF_DY, of_x = member % OF_X;  // a thread's columns, in pieces of 16 bytes
-    const int inside = max(min(features - of_dy * VEC, VEC), 0);
-    const int inside_x = int(max(min(p.k - of_x * VEC, 1LL * VEC), 0LL));
-    constexpr int STEP = TEAM / OF_DY, STEP_X = TEAM / OF_X;
+    const Pieces own(p, member, features);
+    const int of_dy = own.of_dy, inside = own.inside, first = own.first;
+    constexpr int STEP = Pieces::STEP;
     constexpr int AT_ONCE = ROWS / STEP < 4 ? ROWS / STEP : 4;  // rows that a thread reads before it computes dg of any
-    // where these columns begin in a row; 0 if the thread has none
-    const int at_dy = inside > 0 ? of_dy * VEC : 0, at_x = inside_x > 0 ? of_x * VEC : 0;
-    const int first = member / OF_DY, first_x = member / OF_X;  // the thread's first rows; its rows lie STEP apart
     const auto issue_copies = [&](int stage, long long row0) {
-        uint4* to = pipeline + stage * TILE;
         const int left = row0 < begin ? 0 : int(min(end - row0, 1LL * ROWS));
-        const T* from_dy = dy + (row0 + first) * p.dy_row + at_dy;
-        const T* from_d = d + (row0 + first) * p.ldd + at_dy;
-        const T* from_x = x + (row0 + first_x) * p.ldx + at_x;
-        const auto copy_all = [&](bool whole) {
-            const auto copy = [&](uint4* at, const T* from, const T* any, int i, int columns) {
-                const bool there = whole || i < left;
-                copy_async(at, there ? from : any, there ? columns * int(sizeof(T)) : 0);
-            };
-#pragma unroll
-            for (int i = first; i < ROWS; i += STEP, from_dy += STEP * p.dy_row, from_d += STEP * p.ldd) {
-                copy(to + place(i, of_dy), from_dy, dy, i, inside);
-                copy(to + DY + place(i, of_dy), from_d, d, i, inside);
-            }
-#pragma unroll
-            for (int i = first_x; i < ROWS; i += STEP_X, from_x += STEP_X * p.ldx)
-                copy(to + 2 * DY + place(i, of_x), from_x, x, i, inside_x);
-        };
-        if (left == ROWS)
-            copy_all(true);
-        else
-            copy_all(false);
-        commit_copies();
+        copy_tile(p, dy, d, x, pipeline + stage * TILE, own, row0, left);
     };
     const long long last = begin + ((end - begin - 1) / ROWS - team) * ROWS;  // where the team's first tile begins
     long long next_row = last;
@@ -105,9 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     await_kernel_ahead();
     // the last stage of the last team
     double* scratch = reinterpret_cast<double*>(skinny_shared + PIPELINE_WORDS - TILE);
-    // with two warpgroups the coefficients have no shared memory of their own: each thread keeps its own in registers
-    G* const stored = WARPGROUPS > 1 ? reinterpret_cast<G*>(scratch + SUMS * THREADS) : coefficients;
-    static_assert(8 * SUMS * THREADS + (WARPGROUPS > 1 ? DG_ROWS * FEATURES * sizeof(G) : 0) <= 16 * TILE,
+    G* const stored = IN_REGISTERS ? reinterpret_cast<G*>(scratch + SUMS * THREADS) : coefficients;
+    static_assert(8 * SUMS * THREADS + (IN_REGISTERS ? DG_ROWS * FEATURES * sizeof(G) : 0) <= 16 * TILE,
                   "in one stage");
     // absent columns have dg = 0, because the products read them
     for (int i = threadIdx.x; i < DG_ROWS * FEATURES; i += THREADS_HERE)
@@ -127,7 +102,11 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     __syncthreads();
     const BeforeY before(p, saved, col0 + of_dy * VEC, inside);
     Coefficients of(before, stored, FEATURES, of_dy * VEC);
-    if constexpr (WARPGROUPS > 1) __syncthreads();
+#if REMAT
+    OfFeature of_feature[RematTile::BLOCKS][2];
+    RematTile::load(saved, p.n, col0, features, of_feature);
+#endif
+    if constexpr (IN_REGISTERS) __syncthreads();
     issue_copies(TILES - 1, next_row);
     next_row -= TEAMS * ROWS;
     if constexpr (CLUSTER > 1) cluster_wait();
@@ -139,7 +118,23 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         await_copies<TILES - 1>();
         const int left = int(min(end - row0, 1LL * ROWS));
         uint4* dg = pipeline + stage * TILE;
-        if constexpr (WARPGROUPS == 1) of = Coefficients(before, stored, FEATURES, of_dy * VEC);
+#if REMAT
+        fence_async();
+        team_sync(team);
+        // rows that do not exist need no dg of zero: their x is zero
+        RematTile::take<true>(dg, dg + X_AT, weight, [&](int block, int h, unsigned two, float g0, float g1) {
+            const OfFeature& f = of_feature[block][h];
+            const G* const by = stored + RematTile::feature(block, h);
+            const float2 of_dy = unpack(two);
+            const auto dg_of = [&](float of_row, float g) {
+                const float d = f.deviation(g), u = f.before_y(of_row, d);
+                const float mean = by[DG_MEAN * FEATURES], mean_low = by[DG_MEAN_LOW * FEATURES];
+                return by[DG_A * FEATURES] * fmaf(-by[DG_RATE * FEATURES], d, (u - mean) - mean_low);
+            };
+            return pack(dg_of(of_dy.x, g0), dg_of(of_dy.y, g1));
+        });
+#else
+        if constexpr (!IN_REGISTERS) of = Coefficients(before, stored, FEATURES, of_dy * VEC);
 #pragma unroll
         for (int i = first; i < ROWS; i += AT_ONCE * STEP) {
             Row row[AT_ONCE];  // read as whole words: the compiler would read each element by itself
@@ -156,9 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
                     i + j * STEP < left ? *reinterpret_cast<const uint4*>(&out) : uint4{};
             }
         }
+#endif
         if constexpr (!BY_FMA) fence_async();
         team_sync(team);
-        products.take(dg, dg + DY, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left, int(p.k),
+        products.take(dg, dg + ROOM_AT, dg + X_AT, weight, dx == nullptr ? dx : dx + row0 * p.k, left, int(p.k),
                       barriers[team], phase);
         phase ^= 1;
         team_sync(team);  // all threads of the team have read

@@ -251,10 +251,11 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     }
     vectors = views["vectors"]
     constants = _plan.RENORM_ROWS if vectors is not None and _renorms(vectors) else _plan.SAVED_ROWS
+    constants = _plan.REMAT_ROWS if _remat(vectors) else constants
     of_vectors: tuple[int, ...] = (constants, features)
     if how.groups > 1:
         of_vectors = (how.groups, constants, _plan.ghost_pitch(features, dy.dtype))
-    expected |= {"deviations": ((rows, features), kept), "vectors": (of_vectors, "float64")}
+    expected |= {"deviations": ((rows, 0 if _remat(vectors) else features), kept), "vectors": (of_vectors, "float64")}
     for name, (shape, dtype) in expected.items():
         if (view := views[name]) is not None:
             check.kept(name, view, shape, dtype, dy, pitched=name == "deviations")
@@ -264,6 +265,11 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
 def _renorms(vectors: check.View) -> bool:
     """Whether the forward saved the additional rows of batch renormalisation."""
     return vectors.shape[-2:-1] == (_plan.RENORM_ROWS,)
+
+
+def _remat(vectors: check.View | None) -> bool:
+    """Whether the forward stored no deviations, so that g is computed again."""
+    return vectors is not None and vectors.shape[-2:-1] == (_plan.REMAT_ROWS,)
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -294,6 +300,7 @@ def _program(
         ranks=ranks,
         identity=how.identity,
         renorm=vectors is not None and _renorms(vectors),
+        remat=_remat(vectors),
         groups=how.groups if how.norm else 1,
         ld_saved=0 if deviations is None else deviations.shape[1],
         y=matrix_of(deviations) if how.identity and deviations is not None else None,

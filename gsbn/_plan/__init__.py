@@ -27,6 +27,7 @@ from .problem import C_TYPE as C_TYPE
 from .problem import FEW_ROWS as FEW_ROWS
 from .problem import INT32_MAX as INT32_MAX
 from .problem import ITEMSIZE as ITEMSIZE
+from .problem import REMAT_ROWS as REMAT_ROWS
 from .problem import RENORM_ROWS as RENORM_ROWS
 from .problem import SAVED_ROWS as SAVED_ROWS
 from .problem import SAVED_SHIFT as SAVED_SHIFT

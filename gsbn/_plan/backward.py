@@ -26,7 +26,7 @@ from .problem import (
 )
 from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
-from .skinny import SkinnyBackward, skinny_backward
+from .skinny import SkinnyBackward, remat_backward, skinny_backward
 from .variants import GHOST_FEATURES, column_sums, sum_ghosts
 
 _NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # for a launch that writes no gradients
@@ -58,6 +58,7 @@ class Asked(NamedTuple):
     wide: bool = False  # dw is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations
     renorm: bool = False  # the forward used batch renormalisation
+    remat: bool = False  # the forward stored no deviations: g is computed again
     groups: int = 1  # how many ghost batches there are
     identity: bool = False  # no norm: y takes the place of the deviations, and without an activation dg is dy
     ranks: Ranks | None = None  # their sums arrive during a launch that waits for them, or between two launches
@@ -72,11 +73,14 @@ class Chosen(NamedTuple):
     sums: bool  # whether sums of columns are computed
     passes: Passes
     dy: Matrix  # layout of the dy that the passes read, perhaps of a copy
+    x: Matrix  # of the x and the weight that skinny_backward reads, perhaps of copies
+    w: Matrix
     y: Matrix | None
     pitch: int  # pitch of dg's rows
     ld_transposed: int  # pitch of dg's transpose, which cuBLAS reads to compute dw; 0 if it reads dg
     # what computes the products: skinny_backward, which also makes dg; or dual_gemm; or else a `Product` for each
     skinny: SkinnyBackward | None
+    remat: SkinnyBackward | None  # the same if g is computed again, even without products
     dual: DualGemm | None
     of_dx: Matmul
     of_dw: Matmul
@@ -173,12 +177,19 @@ class _Backward:
         skinny = dual = None
         if gemm in ("auto", "tiled") and norm and linear and training and asked.groups == 1:
             skinny = skinny_backward(p._replace(y=dy), asked.activation, asked.renorm)
+        x, w, remat = p.x, p.w, None
+        if asked.remat:
+            x = p.x if on_words(p.x, k, size) else in_rows(k, size)
+            w = p.w if p.w.strides[1] == 1 else in_rows(k, size)
+            skinny = remat = remat_backward(p, asked.activation)
         passes = cut_passes(
             self.flat._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
             may_transpose=may_transpose, transposed=dg and ld_transposed > 0, activation=asked.activation, where=where,
             identity=asked.identity, renorm=asked.renorm, ghosts=asked.groups > 1,
+            remat=remat.sums if remat is not None else None,
         )  # fmt: skip
-        if "weight" not in needs or passes.fused or deviations_dtype(dtype, self.flat.m, training=training) != dtype:
+        of_few = deviations_dtype(dtype, self.flat.m, training=training) != dtype
+        if not products if remat is not None else "weight" not in needs or passes.fused or of_few:
             skinny = None
         if norm and gemm == "auto" and skinny is None and dx is not None and dw is not None:
             dual = dual_gemm_for(of_dx, of_dw, wide=asked.wide)
@@ -192,7 +203,9 @@ class _Backward:
                 padded = padded._replace(m=dw.p.m, x=at) if padded.n > dw.p.n else None
             dw = dw._replace(p=dw.p._replace(x=at), padded=padded)
         y = asked.y if asked.y is None or on_words(asked.y, n, size) else in_rows(n, size)
-        self.chosen = Chosen(dg, sums, passes, dy, y, pitch, ld_transposed, skinny, dual, of_dx, of_dw, dx, dw)
+        self.chosen = Chosen(
+            dg, sums, passes, dy, x, w, y, pitch, ld_transposed, skinny, remat, dual, of_dx, of_dw, dx, dw
+        )
 
     def lay_out(self) -> None:
         """Divide the workspace."""
@@ -223,6 +236,9 @@ class _Backward:
                 names["x"] = build.operand("x", (self.m, p.k), p.x, chosen.dw.p.w.T, dtype)
             if chosen.dx is not None:
                 names["weight"] = build.operand("weight", (p.n, p.k), p.w, chosen.dx.p.w.T, dtype)
+        if self.m and self.asked.remat:
+            names["x"] = build.operand("x", (self.m, p.k), p.x, chosen.x, dtype)
+            names["weight"] = build.operand("weight", (p.n, p.k), p.w, chosen.w, dtype)
         if self.asked.y is not None and chosen.y is not None:
             names["deviations"] = build.operand("deviations", (self.m, p.n), self.asked.y, chosen.y, dtype)
         names["dg"] = names["transposed"] = ABSENT if chosen.dg else names["dy"]
@@ -264,6 +280,11 @@ class _Backward:
         if passes.fused:
             passed = {**reads, "dg": of_dg, **to_vectors, "zeros": zeros}
             build.launch(*passes.sums, fields, passed | {"ranks": ABSENT if ranks is None else "ranks"})
+        elif chosen.sums and self.m and chosen.remat is not None and chosen.remat.sums is not None:
+            passed = {"dy": names["dy"], "x": names["x"], "w": names["weight"], "saved": "vectors"}
+            passed |= {"workspace": of_sums}
+            of_remat = chosen.remat.sums
+            build.launch(*passes.sums, fields | {"skinny_features": of_remat.features}, passed, of_remat.block)
         elif chosen.sums and self.m:
             build.launch(*passes.sums, fields, {**reads, "workspace": of_sums, "zeros": zeros})
         elif self.gradients["bias"] != ABSENT:  # in training: no other vector needs a gradient, and this one is zero
@@ -274,11 +295,13 @@ class _Backward:
             fields |= {"splits": 1, **_NO_VECTORS}  # merge_sums has written the gradients of vectors
         if self.m and skinny is not None:
             partials = place(self.at.dg)
-            passed = {"dy": names["dy"], "d": "deviations", "x": "x", "w": "weight", "saved": "vectors"}
+            d = ABSENT if self.asked.remat else "deviations"
+            passed = {"dy": names["dy"], "d": d, "x": names["x"], "w": names["weight"], "saved": "vectors"}
             passed |= {"workspace": of_sums, "partials": partials, "dx": self.gradients["x"], **to_vectors}
             build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, made_of=skinny)
             dtype = "float32" if self.asked.wide else p.dtype
-            reduce_split_k(build, skinny.partials, partials, self.gradients["weight"], (p.n, p.k), dtype)
+            if self.gradients["weight"] != ABSENT:
+                reduce_split_k(build, skinny.partials, partials, self.gradients["weight"], (p.n, p.k), dtype)
         elif self.m and (chosen.dg or (chosen.sums and ranks is None)) and not passes.fused:
             passed = {**reads, "d": names["deviations"], "workspace": of_sums}
             passed |= {"dg": of_dg, "transposed": names["transposed"] if chosen.dg else ABSENT, **to_vectors}
@@ -295,8 +318,14 @@ class _Backward:
     def _fields(self) -> dict[str, Any]:
         """Return the fields of the struct BackwardProblem (kernels/backward/rows.cuh)."""
         p, chosen, asked = self.p, self.chosen, self.asked
-        passes, skinny, dtypes = chosen.passes, chosen.skinny, self.vectors.dtypes
-        fields: dict[str, Any] = {"m": self.m, "n": p.n, "k": p.k, "ldx": p.x.strides[0], "ldw": p.w.strides[0]}
+        passes, skinny, dtypes = chosen.passes, chosen.remat or chosen.skinny, self.vectors.dtypes
+        fields: dict[str, Any] = {
+            "m": self.m,
+            "n": p.n,
+            "k": p.k,
+            "ldx": chosen.x.strides[0],
+            "ldw": chosen.w.strides[0],
+        }
         ldd = chosen.pitch if asked.ld_saved is None else asked.ld_saved
         fields |= {"lddg": chosen.pitch, "ldd": ldd if chosen.y is None else chosen.y.strides[0]}
         fields |= {"ld_transposed": chosen.ld_transposed, **passes.fields, "splits": passes.splits if self.m else 0}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from .copies import vector_rows
 from .gemm import waiting_grid
 from .problem import ITEMSIZE, SPLITS, Matmul, ceil_div, deviations_dtype, row_threads_for, split_rows
+from .skinny import Sums
 from .sources import Kernel, with_activation, with_ghosts, with_renorm
 from .variants import COLUMN_CLUSTERS, GHOST_KERNELS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
 
@@ -36,14 +37,14 @@ class Passes(NamedTuple):
 
 def cut_passes(
     p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, may_transpose: bool, transposed: bool,
-    activation: Any, where: str | None, identity: bool, renorm: bool, ghosts: bool,
+    activation: Any, where: str | None, identity: bool, renorm: bool, ghosts: bool, remat: Sums | None,
 ) -> Passes:  # fmt: skip
     """Divide dy, whose layout is p.y, among CTAs, and return the kernels of the passes.
 
     `may_transpose`: the call writes dg's transpose, or would with other `needs`; `transposed`: it writes it. `where`:
     the sums of other ranks arrive "inside" a launch or "between" two launches. `identity`: the layer has no norm, and y
     takes the place of the deviations. `renorm`: the forward used batch renormalisation. `ghosts`: p has the rows of one
-    ghost batch and the features of all ghost batches.
+    ghost batch and the features of all ghost batches. `remat`: this launch computes the sums, and g remat.
     """
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
     # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. The choice does not
@@ -68,6 +69,8 @@ def cut_passes(
     fused = sums and where != "between" and not may_transpose
     resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
     saved_dtype = dtype if identity else deviations_dtype(dtype, m, training=training)
+    if remat is not None:
+        saved_dtype, fused = "float32", False
     # A CTA takes 64 bytes of a row. It takes more if all CTAs can be resident at once only then.
     fused_row_threads = next((t for t in (4, 8) if ceil_div(n, t * 16 // size) <= resident), 16)
     cluster = 1
@@ -85,10 +88,13 @@ def cut_passes(
     kernels = tuple(with_renorm(k, renorm and k.name not in ("backward_sums", "sum_features")) for k in kernels)
     kernels = tuple(with_ghosts(k, ghosts and k.name in GHOST_KERNELS) for k in kernels)
     of_sums, of_dg, of_all, total, *merge = (with_activation(kernel, activation) for kernel in kernels)
+    launch = (of_all, device.grid(columns) * cluster) if fused else (of_sums, device.grid(blocks * splits * sharing))
+    if remat is not None:
+        launch, splits, sums_rows = (remat.kernel, remat.ctas), remat.splits, remat.rows
     fields = {"row_threads": fused_row_threads if fused else row_threads, "sums_rows": sums_rows, "dg_rows": dg_rows}
     return Passes(
         fused=fused,
-        sums=(of_all, device.grid(columns) * cluster) if fused else (of_sums, device.grid(blocks * splits * sharing)),
+        sums=launch,
         merge=(merge[0], waiting_grid(blocks, device)) if merge else None,
         dg=(of_dg, device.grid(blocks * (row_blocks if dg else 1))),
         total=(total, 1),

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from .copies import in_rows, start_on_words, vector_rows, whole_words
 from .declared import flags
 from .forward_path import gemm_for, mode_of, one_pass_serves, taken_by
-from .gemm import OfCall, OneLaunch, one_launch, tiled, waiting_grid
+from .gemm import OfCall, OneLaunch, cheapest_tile, for_sm90, one_launch, sm90_obstacle, tiled, waiting_grid
 from .limbs import Splits, lay_out, split_of
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
+    REMAT_ROWS,
     RENORM_ROWS,
     SAVED_ROWS,
     SPLITS,
@@ -33,8 +34,8 @@ from .problem import (
 )
 from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
-from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
-from .sm90_variants import SM90_THREADS, by_limbs, element_for
+from .skinny import Skinny, for_skinny, rematerializes, serves_skinny, skinny_forward
+from .sm90_variants import SM90_THREADS, by_limbs, element_for, saving_vectors
 from .sources import Constants, with_activation, with_ghosts, with_renorm
 from .tensor_maps import map_arguments
 from .variants import (
@@ -62,6 +63,7 @@ class _Call(NamedTuple):
     training: bool
     precision: str
     saved_dtype: str | None  # dtype of the deviations, if they are saved
+    remat: bool  # the backward computes g again: no deviations are saved, only vectors
     activation: Any
     cumulative: bool
     reads_count: bool  # kernels read the number of batches so far
@@ -124,7 +126,11 @@ def plan_forward(
     separate = "the limits of batch renormalisation" if renorm is not None and not saves else None
     of_call = {"precision": precision, "gemm": gemm, "training": training, "prepared": prepared, "saved": saves}
     of_call |= {"reads_count": reads_count, "separate": separate, "ranks": where, "groups": groups}
-    chosen, why, _ = gemm_for(p, **of_call)  # type: ignore[arg-type]
+    chosen, why, us = gemm_for(p, **of_call)  # type: ignore[arg-type]
+    remat = saves and training and gemm in ("auto", "sm90") and ranks is None and renorm is None and groups == 1
+    remat = remat and _rematerializes(p, precision, OfCall(prepared, reads_count=reads_count), us)
+    if remat:
+        chosen, why = "sm90", "its backward computes g again, so that nothing else is written"
     fused = chosen == "sm90" and where != "between" and separate is None and groups == 1
     skinny = None
     if (
@@ -148,7 +154,7 @@ def plan_forward(
     count = "num_batches_tracked" if training and counts else ABSENT
     names = x_name, w_name, y, *saved, count
     call = _Call(
-        p, taken, m, chosen, training, precision, saved_dtype, activation, cumulative, reads_count,
+        p, taken, m, chosen, training, precision, saved_dtype, remat, activation, cumulative, reads_count,
         prepared, renorm, ranks, groups, names, fields,
     )  # fmt: skip
     if fused:
@@ -161,10 +167,27 @@ def plan_forward(
 def _save(build: Builder, call: _Call, pitch: int) -> None:
     """Allocate what a backward needs: deviations, in rows of this pitch, and vectors."""
     if call.saved_dtype is not None:
-        build.make("deviations", (call.m, pitch), call.saved_dtype)
+        build.make("deviations", (call.m, 0 if call.remat else pitch), call.saved_dtype)
         rows, groups = SAVED_ROWS if call.renorm is None else RENORM_ROWS, call.groups
+        rows = REMAT_ROWS if call.remat else rows
         shape = (rows, call.p.n) if groups == 1 else (groups, rows, ghost_pitch(call.p.n, call.p.dtype))
         build.make("vectors", shape, "float64")
+
+
+def _rematerializes(p: Matmul, precision: str, of_call: OfCall, us: float) -> bool:
+    """Return whether to save no deviations, because the backward computes g again.
+
+    y must then be that of mode "recompute", which computes g again, too. `us` is the time of the best forward that
+    saves deviations, or 0 if it is not known.
+    """
+    if sm90_obstacle(p, precision, True, True) is not None or not rematerializes(p):
+        return False
+    taken = for_sm90(p, p.dtype)
+    tile = cheapest_tile(taken._replace(limits=p.limits._replace(recompute=True)), "training", p.dtype, of_call)
+    if tile.mode != "recompute":
+        return False
+    us = us or cheapest_tile(taken, "training", p.dtype, of_call._replace(saves=True)).us
+    return bool(p.limits.remat) or tile.us <= us
 
 
 def _flags(call: _Call, **given: bool) -> int:
@@ -187,9 +210,14 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
     p, taken, size = call.p, call.taken, ITEMSIZE[call.p.dtype]
     x_name, w_name, y, deviations, vectors, count = call.names
     saves = call.saved_dtype is not None
-    of_call = OfCall(call.prepared, saves, call.reads_count, call.ranks is not None, call.renorm is not None)
+    of_call = OfCall(
+        call.prepared, saves and not call.remat, call.reads_count, call.ranks is not None, call.renorm is not None
+    )
+    if call.remat:
+        taken = taken._replace(limits=taken.limits._replace(recompute=True))
     one = one_launch(taken, mode_of(call.training), call.precision, of_call)
-    one = one._replace(kernel=with_activation(one.kernel, call.activation))
+    kernel = saving_vectors(one.kernel) if call.remat else one.kernel
+    one = one._replace(kernel=with_activation(kernel, call.activation))
     if one.defers and not whole_words(taken.y, p.n, size):
         taken = taken._replace(y=in_rows(p.n, size))
     vector_y = whole_words(taken.y, p.n, size)
@@ -224,10 +252,12 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
     maps = [(x_name, boxes[0]), (w_name, boxes[1]), (y_memory, boxes[2])]
     passed = {"y": y_memory, "partial": place(0), "merged": place(one.merged), "epoch": place(one.epoch), **_OWN}
     passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
-    if saves:
+    if saves and not call.remat:
         rows, cols, _, *rest = boxes[2]
         maps.append((deviations, (rows, cols, ldg * size, *rest)))
-        passed |= {"deviations": deviations, "saved": vectors}
+        passed |= {"deviations": deviations}
+    if saves:
+        passed |= {"saved": vectors}
     if not vector_y:  # the kernel does not use the map of y
         maps[2] = maps[0]
     if call.ranks is not None:

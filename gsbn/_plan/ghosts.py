@@ -37,7 +37,8 @@ def _run_of(p: Matmul, groups: int) -> Matmul:
     def rows(at: Matrix) -> Matrix:
         return at._replace(aligned=at.aligned and m * at.strides[0] * size % 16 == 0)
 
-    return p._replace(m=m, x=rows(p.x), y=rows(p.y))
+    limits = p.limits._replace(remat=False)  # their backward is one for all ghost batches
+    return p._replace(m=m, x=rows(p.x), y=rows(p.y), limits=limits)
 
 
 def _saves_alike(p: Matmul, options: dict[str, Any]) -> bool:

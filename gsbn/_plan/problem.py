@@ -22,6 +22,7 @@ SAVED = Constants("common/common.cuh", {})  # SAVED_...: the rows of the vectors
 SAVED_ROWS = SAVED["SAVED_ROWS"]  # the number of these rows
 SAVED_RATIO, SAVED_SHIFT = SAVED["SAVED_RATIO"], SAVED["SAVED_SHIFT"]  # two more rows, with batch renormalisation
 RENORM_ROWS = SAVED_SHIFT + 1
+REMAT_ROWS = SAVED["SAVED_G_MEAN"] + 1  # their number if the backward computes g again
 
 
 class Device(NamedTuple):
@@ -120,6 +121,7 @@ class Limits(NamedTuple):
     limbs_rs: bool | None = None  # forward_sm90 makes the weight's limbs in registers
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
     skinny: bool | None = None  # the kernels of skinny.cu
+    remat: bool | None = None  # the backward computes g again, and the forward stores no deviations
     tall: bool | None = None  # tall_product for dw
     dual: bool | None = None  # dual_gemm for dx and dw
     fused: bool | None = None  # one launch for the passes after the forward's GEMM, or before the backward's

@@ -19,12 +19,15 @@ from .split_k import SplitKReduction, split_k_reduction
 from .variants import (
     LIMBS_BYTES,
     SKINNY_CHUNKS,
+    SKINNY_SUMS_CLUSTER,
+    remat_sizes,
     skinny,
     skinny_backward_kernel,
     skinny_backward_sizes,
     skinny_features,
     skinny_product,
     skinny_sizes,
+    skinny_sums,
     skinny_teams,
 )
 
@@ -32,6 +35,11 @@ SKINNY_LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
 # The least rows for skinny_backward in float32 with more than 32 features and input features. With fewer rows, the
 # separate kernels are faster.
 LEAST_FLOAT32_ROWS = 4 * 10**5
+# Whether the planner chooses rematerialization by itself: not before all GPU tests have run with it. On an H100 a step
+# took 0.73 to 0.87 of its time, and the gradients of 54 calls were as near to float64's as before, or nearer.
+REMAT = False
+# The most features of a CTA of skinny_sums: it then has two teams, and one adds while the other multiplies.
+SUMS_FEATURES = 128
 # The least rows in 16 bits with more than 128 features, by the room for features and input features. Clusters are
 # faster only if at least three quarters of the room for features are filled.
 LEAST_WIDE_ROWS = {(256, 64): 8192, (256, 128): 24576, (512, 64): 16384, (1024, 64): 16384}
@@ -139,6 +147,17 @@ def skinny_product_for(p: Matmul, precision: str) -> Skinny | None:
     return skinny_forward(p, precision, training=False, saves=False, rates=PRODUCTS)
 
 
+class Sums(NamedTuple):
+    """A launch of skinny_sums."""
+
+    kernel: Kernel
+    ctas: int
+    splits: int
+    rows: int  # rows of each CTA except the last
+    features: int  # the most features of a CTA
+    block: int
+
+
 class SkinnyBackward(NamedTuple):
     """skinny_backward, which computes dg and both products in one launch, and the launch that adds up dw."""
 
@@ -148,6 +167,7 @@ class SkinnyBackward(NamedTuple):
     features: int  # the most features of a CTA
     block: int
     partials: SplitKReduction  # the launch that adds up dw
+    sums: Sums | None  # the launch before it, if both compute g again
 
 
 @lru_cache(maxsize=4096)  # a layer asks at every call
@@ -176,6 +196,26 @@ def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float
     return LEAST_WIDE_ROWS.get((features * cluster, inputs), SKINNY_LEAST_ROWS)
 
 
+def rematerializes(p: Matmul) -> bool:
+    """Return whether the backward of a forward on p shall compute g again, so that the forward stores no deviations.
+
+    It reads x twice in place of the deviations, which are written once and read twice.
+    """
+    m, n, k, dtype, device, x, w, _, limits = p
+    free = REMAT and limits.remat is None and limits.skinny is None
+    if not (free or limits.remat) or not device.hopper or device.limited or m > INT32_MAX:
+        return False
+    size = _remat_size(dtype, n, k)
+    if size is None or not device.clusters(size[2]) or not on_words(x, k, ITEMSIZE[dtype]) or w.strides[1] != 1:
+        return False
+    return bool(limits.remat) or (k <= 2 * n and serves_skinny_backward(dtype, m, n, k))
+
+
+def _remat_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | None:
+    """Return the first of `remat_sizes` with room for n features and k input features, or None."""
+    return next((s for s in remat_sizes(dtype) if n <= s[0] * s[2] and k <= s[1]), None)
+
+
 def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward | None:
     """Return the launch of skinny_backward, or None if it cannot serve or is not fastest.
 
@@ -190,23 +230,69 @@ def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward 
         return None
     features, inputs, cluster = found
     together = device.clusters(cluster)  # CTAs, or clusters, at once, with an SM for each CTA
-    if not together:
+    if not together or (math.ceil(m / together) > _most_rows(dtype, features, inputs) and device.limited):
         return None
+    kernel = with_renorm(skinny_backward_kernel(dtype, features, inputs, cluster), renorm)
+    return _skinny_backward(p, found, together, with_activation(kernel, activation), None)
+
+
+def remat_backward(p: Matmul, activation: Any) -> SkinnyBackward:
+    """Return the launches of a backward that computes g again. The operands have rows on 16 bytes.
+
+    Raises a ValueError that names `sms` if these are too few for a cluster.
+    """
+    m, n, k, dtype, device, *_ = p
+    found = _remat_size(dtype, n, k)
+    assert found is not None
+    features, inputs, cluster = found
+    of_sums = min(features, SUMS_FEATURES)
+    blocks = ceil_div(n, of_sums)
+    if device.sms < max(cluster, blocks):
+        raise ValueError(
+            f"sms: expected at least {max(cluster, blocks)} for {n} features, as this forward kept no deviations, got "
+            f"{device.sms}; give the forward the same `sms`"
+        )
+    teams, threads, tile = skinny_teams(dtype, of_sums, inputs)
+    sharing = SKINNY_SUMS_CLUSTER if device.clusters(SKINNY_SUMS_CLUSTER) >= blocks else 1
+    splits = max(1, min(device.clusters(sharing) // blocks, ceil_div(m, sharing * teams * tile)))
+    rows = round_up(ceil_div(m, splits * sharing), tile)
+    splits = ceil_div(m, rows * sharing)
+    kernel = with_activation(skinny_sums(dtype, of_sums, inputs, sharing), activation)
+    own = round_up(ceil_div(n, blocks), 16 // ITEMSIZE[dtype])
+    sums = Sums(kernel, splits * sharing * blocks, splits, rows, own, teams * threads)
+    kernel = with_activation(skinny_backward_kernel(dtype, features, inputs, cluster, remat=True), activation)
+    # If the call may take few SMs, its clusters may have to wait for SMs that lie together.
+    together = device.sms // cluster if device.limited else device.clusters(cluster)
+    return _skinny_backward(p, found, together, kernel, sums)
+
+
+def _most_rows(dtype: str, features: int, inputs: int) -> float:
+    """Return the most rows of a CTA: a team adds up dw in the tensor core alone, and more rows take several waves."""
+    return skinny_teams(dtype, features, inputs)[0] * MAX_TERMS.get(dtype, math.inf)
+
+
+def _own_features(dtype: str, n: int, size: tuple[int, int, int]) -> int:
+    features, _, cluster = size
+    return features if cluster == 1 else round_up(ceil_div(n, cluster), 16 // ITEMSIZE[dtype])
+
+
+def _skinny_backward(
+    p: Matmul, found: tuple[int, int, int], together: int, kernel: Kernel, sums: Sums | None
+) -> SkinnyBackward:
+    """Return the launch for CTAs, or clusters, of the size `found`, of which `together` run at once."""
+    m, n, dtype, device = p.m, p.n, p.dtype, p.device
+    features, inputs, cluster = found
     teams, threads, tile = skinny_teams(dtype, features, inputs)
-    own = features if cluster == 1 else round_up(ceil_div(n, cluster), 16 // size)
+    own = _own_features(dtype, n, found)
     rows = round_up(ceil_div(m, together), tile)
-    if dtype in MAX_TERMS:  # a team adds up dw in the tensor core alone; more rows take several waves
-        rows = min(rows, teams * MAX_TERMS[dtype])
+    rows = int(min(rows, _most_rows(dtype, features, inputs)))
     number = ceil_div(m, rows)
-    if number > together and device.limited:
-        return None
     return SkinnyBackward(
-        kernel=with_activation(
-            with_renorm(skinny_backward_kernel(dtype, features, inputs, cluster), renorm), activation
-        ),
+        kernel=kernel,
         ctas=number * cluster,
         rows=rows,
         features=own,
         block=teams * threads,
         partials=split_k_reduction(number, cluster * own, inputs, device),
+        sums=sums,
     )

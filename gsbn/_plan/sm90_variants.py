@@ -61,6 +61,11 @@ def renormalising(kernel: Kernel) -> Kernel:
     return made._replace(shared=Constants(CONFIG, dict(made.defines))["SHARED_BYTES"])
 
 
+def saving_vectors(kernel: Kernel) -> Kernel:
+    """Return the variant of mode "recompute" that saves vectors for a backward that computes g again."""
+    return kernel._replace(defines=tuple((dict(kernel.defines) | {"SAVE_VECTORS": "1"}).items()))
+
+
 def _without_renorm() -> Iterator[Kernel]:
     elements, limbs_rs = [element for element in ELEMENTS if element != "limbs_rs"], "limbs_rs"
     for element, mode, block_m, cluster in itertools.product(elements, MODES, BLOCKS_M, CLUSTERS):
@@ -68,6 +73,8 @@ def _without_renorm() -> Iterator[Kernel]:
         if mode != "cluster_batch" and (block_m == largest or (block_m < largest and mode != "recompute")):
             for saves in (False, True) if mode in ("training", "recompute") else (False,):
                 yield forward_sm90(element, mode, block_m, cluster, saves)
+                if mode == "recompute" and not saves and element in ("float16", "bfloat16"):
+                    yield saving_vectors(forward_sm90(element, mode, block_m, cluster))
                 if mode == "training" and cluster in RANKS_CLUSTERS:
                     yield forward_sm90(element, mode, block_m, cluster, saves, ranks=True)
     for element, (block_m, cluster), saves in itertools.product(elements, CLUSTER_BATCH_TILES, (False, True)):
@@ -130,6 +137,7 @@ def forward_sm90(
         "CLUSTER": str(cluster),
         "SPLIT_K": str(split),
         "SAVE_DEVIATIONS": str(int(saves)),
+        "SAVE_VECTORS": str(int(saves)),
         "X_MN_MAJOR": str(int(x_mn_major)),
         "W_MN_MAJOR": str(int(w_mn_major)),
         "FLOAT32_OUTPUT": str(int(wide)),

@@ -24,6 +24,7 @@ SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # WIDTH of split_limbs: the most
 # the whole row.
 SKINNY_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 LIMBS_BYTES = Constants("skinny/config.cuh", {})["LIMBS_BYTES"]  # bytes of the weight's limbs in a CTA
+SKINNY_SUMS_CLUSTER = 4  # CTAs of a cluster of skinny_sums, so that few splits must be merged
 SKINNY_SIZES = (32, 64, 128)  # features and input features for which variants of skinny_backward have room
 SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the largest of these sizes, without wide variants
 _TALL = Constants("tall_product.cu", {})
@@ -48,7 +49,7 @@ def every_kernel(activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
     for plain in _plain_kernels():
         activates = (
             plain.file == "activate"
-            or plain.name in ("normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
+            or plain.name in ("normalize", "normalize_fused", "skinny_normalize", "skinny_backward", "skinny_sums")
             or plain.file in ("backward", "backward_sums", "backward_fused", "channels_backward")
             or dict(plain.defines).get("MODE") in modes
         )
@@ -63,9 +64,18 @@ def _renorms(kernel: Kernel) -> bool:
 
     It has one if it makes the constants of y or stores the gradient of gamma.
     """
+    if _rematerializes(kernel):
+        return False
     trains = dict(kernel.defines).get("TRAINING") == "true"
     makes = kernel.name in ("merge_statistics", "normalize_fused")
     return makes or (trains and kernel.name in ("backward_dg", "backward_fused", "merge_sums", "skinny_backward"))
+
+
+def _rematerializes(kernel: Kernel) -> bool:
+    """Return whether a kernel is for a backward that computes g again: 16-bit deviations are then float32."""
+    defines = dict(kernel.defines)
+    of_16_bits = defines.get("T_TYPE") in (C_TYPE["float16"], C_TYPE["bfloat16"])
+    return of_16_bits and defines.get("TRAINING") == "true" and defines["D_TYPE"] == "float"
 
 
 def _has_ghosts(kernel: Kernel) -> bool:
@@ -73,6 +83,8 @@ def _has_ghosts(kernel: Kernel) -> bool:
 
     It has one if it is a pass over g or dy in training that does not make g itself.
     """
+    if _rematerializes(kernel):
+        return False
     defines = dict(kernel.defines)
     statistics = kernel.file == "scale_stats" or kernel.name == "normalize_fused"
     backward = kernel.name in GHOST_KERNELS and defines["TRAINING"] == "true"
@@ -92,6 +104,8 @@ def _plain_kernels() -> Iterator[Kernel]:
         for training, d_dtype in [(False, wide), *((True, d_dtype) for d_dtype in sorted(saved_in_training))]:
             yield from backward_kernels(dtype, d_dtype, training=training)
             yield backward_kernels(dtype, d_dtype, training=training, sharing=SUMS_CLUSTER)[0]
+            if training and d_dtype == dtype and remat_sizes(dtype):
+                yield from backward_kernels(dtype, "float32", training=True)[1:4:2]  # backward_dg, sum_features
             if training and d_dtype == dtype != "float64":
                 for cluster in COLUMN_CLUSTERS:
                     yield backward_kernels(dtype, d_dtype, training=training, cluster=cluster)[2]
@@ -114,6 +128,10 @@ def _plain_kernels() -> Iterator[Kernel]:
     for dtype in SKINNY_BACKWARD:
         for sizes in skinny_backward_sizes(dtype):
             yield skinny_backward_kernel(dtype, *sizes)
+        for features, inputs, cluster in remat_sizes(dtype):
+            yield skinny_backward_kernel(dtype, features, inputs, cluster, remat=True)
+            if cluster == 1 and features <= 128:
+                yield from (skinny_sums(dtype, features, inputs, sharing) for sharing in (1, SKINNY_SUMS_CLUSTER))
     yield from (tall_product(), reduce_split_k())
     yield from itertools.chain.from_iterable(map(channels_backward, ("bfloat16", "float16")))
     yield from itertools.starmap(dual_gemm, itertools.product(("bfloat16", "float16"), DUAL_ROWS, DUAL_CLUSTERS))
@@ -214,15 +232,33 @@ def skinny_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
     return alone + (wide if dtype != "float32" else [])
 
 
+def remat_sizes(dtype: str) -> list[tuple[int, int, int]]:
+    """Return the `skinny_backward_sizes` for which there are kernels that compute g again."""
+    return [size for size in skinny_backward_sizes(dtype) if dtype != "float32" and size[0] >= 64]
+
+
 @cache
-def skinny_backward_kernel(dtype: str, features: int, inputs: int, cluster: int = 1) -> Kernel:
-    """Return the variant of skinny_backward of this size, one of `skinny_backward_sizes`."""
+def skinny_backward_kernel(dtype: str, features: int, inputs: int, cluster: int = 1, remat: bool = False) -> Kernel:
+    """Return the variant of skinny_backward of this size, one of `skinny_backward_sizes`.
+
+    `remat`: it computes g again, and the size is one of `remat_sizes`.
+    """
+    return _in_clusters(_of_teams("skinny_backward", dtype, features, inputs, remat), cluster)
+
+
+@cache
+def skinny_sums(dtype: str, features: int, inputs: int, cluster: int) -> Kernel:
+    """Return the variant of skinny_sums for CTAs like those of skinny_backward. `cluster`: how many share a split."""
+    return _in_clusters(_of_teams("skinny_sums", dtype, features, inputs, True), cluster)
+
+
+def _of_teams(name: str, dtype: str, features: int, inputs: int, remat: bool) -> Kernel:
     t, teams = C_TYPE[dtype], skinny_teams(dtype, features, inputs)[0]
-    defines = {"T_TYPE": t, "D_TYPE": t, "G_TYPE": "float", "TRAINING": "true"}
+    defines = {"T_TYPE": t, "D_TYPE": "float" if remat else t, "G_TYPE": "float", "TRAINING": "true"}
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
-    shared = Constants("skinny_backward.cu", defines)["SHARED_BYTES"]
-    alone = Kernel("skinny_backward", "skinny_backward", tuple(defines.items()), arch=ARCH, shared=shared)
-    return _in_clusters(alone, cluster)
+    defines |= {"REMAT": "1"} if remat else {}
+    shared = Constants("skinny/pipeline.cuh", defines)["SHARED_BYTES"]
+    return Kernel(name, name, tuple(defines.items()), arch=ARCH, shared=shared)
 
 
 @cache

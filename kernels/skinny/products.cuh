@@ -14,6 +14,9 @@
 #define INPUTS 32
 #define TEAMS 16  // teams of a CTA; each has its own tiles
 #endif
+#ifndef REMAT
+#define REMAT 0  // 1: the forward stored no deviations; they are computed again, from x and the weight
+#endif
 
 constexpr bool BY_FMA = sizeof(T) == 4;
 constexpr int WARPGROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team; with FMAs a team is a warp
@@ -122,10 +125,11 @@ struct ByFma {
 };
 
 // 16 bits, by wgmma. A product has 64 rows of dx, or 64 features of dw (if there are only 32, half of the result is
-// dropped), by all INPUTS. Without CLUSTER the weight's columns are permuted so that a lane gets 8 adjacent input
-// features of dx in every 32, which it stores at once. If there are two warpgroups, they divide the input features of
-// dx and the features of dw.
+// dropped), by all INPUTS. Without CLUSTER a lane stores 8 adjacent input features of dx in every 32 at once: the
+// weight's columns are permuted so that it gets these or, if g needs them as they are, four lanes exchange them. If
+// there are two warpgroups, they divide the input features of dx and the features of dw.
 struct ByWgmma {
+    static constexpr bool PERMUTES = CLUSTER == 1 && !REMAT;
     static constexpr int OF_DX = INPUTS / WARPGROUPS, OF_DW = FEATURES / WARPGROUPS;
     static constexpr int BLOCKS = (OF_DW + 63) / 64, SIZE = INPUTS / 2, DX_SIZE = OF_DX / 2;
     float dw[BLOCKS][SIZE] = {};
@@ -148,12 +152,29 @@ struct ByWgmma {
                     if (h < inside) v.at[h] = from[h];
 #pragma unroll
             for (int h = 0; h < VEC; h += 2) {
-                const int column = CLUSTER > 1 ? k + h : k / 32 * 32 + h * 4 + k % 32 / 4;
+                const int column = PERMUTES ? k / 32 * 32 + h * 4 + k % 32 / 4 : k + h;
                 unsigned* to = reinterpret_cast<unsigned*>(shared_weight + column / 64 * (64 * FEATURES) + f * 64 +
                                                            ((column / 8 ^ f) & 7) * 8 + column % 8);
                 *to = reinterpret_cast<const unsigned*>(&v)[h / 2];
             }
         }
+    }
+
+    // Of four lanes, lane i has columns 8 j + 2 i and the next, for j = 0 to 3. It gets columns 8 i to 8 i + 7.
+    static __device__ __forceinline__ void exchange(Vector<T, VEC>& of_row) {
+        unsigned* words = reinterpret_cast<unsigned*>(&of_row);
+#pragma unroll
+        for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (i & bit) continue;
+                const bool upper = threadIdx.x & bit;
+                const unsigned got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + bit], bit);
+                if (upper)
+                    words[i] = got;
+                else
+                    words[i + bit] = got;
+            }
     }
 
     // b is MN-major in both products: rows of the weight, and rows of x.
@@ -197,13 +218,17 @@ struct ByWgmma {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = row0 + 8 * i;
-                if (row >= left) continue;
+                if (PERMUTES && row >= left) continue;
 #pragma unroll
                 for (int j = 0; j < OF_DX; j += 32) {
                     const int at = input0 + j + lane % 4 * VEC;
                     Vector<T, VEC> out;
 #pragma unroll
                     for (int h = 0; h < VEC; ++h) from_float(dx[Accumulator::at(j / 8 + h / 2, i, h % 2)], out.at[h]);
+                    if (!PERMUTES) {
+                        exchange(out);
+                        if (row >= left) continue;
+                    }
                     if (at + VEC <= k && k % VEC == 0) {
                         store_whole(to + row * k + at, out);
                     } else {

@@ -15,6 +15,7 @@
 #define CLUSTER 2          // CTAs that share an x tile: 1, 2; in MODE_CLUSTER_BATCH a w tile: 1, 2, 4, 8, 16
 #define SPLIT_K 1          // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8
 #define SAVE_DEVIATIONS 0  // 1, only in modes that train: also write the deviations
+#define SAVE_VECTORS 0     // 1 with SAVE_DEVIATIONS; alone, in MODE_RECOMPUTE: the backward computes g again
 #define X_MN_MAJOR 0       // 1: x is (k, m) in memory, row-major
 #define W_MN_MAJOR 0       // 1: w is (k, n)
 #define FLOAT32_OUTPUT 0   // 1: y is float32 though x and w have 16 bits
@@ -61,6 +62,8 @@ constexpr bool TRAINS = MODE == MODE_TRAINING || MODE == MODE_RECOMPUTE || MODE 
 constexpr bool FLOAT32 = !OF_16_BITS || FLOAT32_OUTPUT;         // y is float32; else y has x's type
 constexpr bool IN_UNITS = ELEMENT == ELEMENT_FLOAT16;           // deviations are stored in units (deviation_unit)
 constexpr bool DEFERS = MODE == MODE_TRAINING && SPLIT_K == 1;  // tiles wait in y for their statistics
+constexpr bool REMAT = SAVE_VECTORS && !SAVE_DEVIATIONS;        // the backward computes g again (skinny_backward)
+static_assert(!REMAT || (MODE == MODE_RECOMPUTE && OF_16_BITS && !CHANNELS_FIRST), "as skinny_backward needs");
 static_assert(!RENORM || SAVE_DEVIATIONS, "RENORM is for training with a backward");
 static_assert(!(X_MN_MAJOR || FLOAT32_OUTPUT) || ((MODE == MODE_GEMM || CHANNELS_FIRST) && OF_16_BITS),
               "X_MN_MAJOR and FLOAT32_OUTPUT are for products of 16 bits");

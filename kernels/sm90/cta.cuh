@@ -86,11 +86,12 @@ struct OwnTiles {
         step = CHANNELS_FIRST ? 1 : int(p.parts_alone);
         count = of_part + (part < longer);
     }
-    // All tiles but the last come a second time, in reverse order: the rows that were read last are still in L2.
+    // All tiles but the last come a second time, in reverse order: the rows that were read last are still in L2. With
+    // REMAT the last tile does so, too: its y is then rounded like all others, as the backward expects.
     __device__ __forceinline__ int row(int nth) const {
-        return first + (nth < count ? nth : 2 * count - 2 - nth) * step;
+        return first + (nth < count ? nth : 2 * count - 2 + REMAT - nth) * step;
     }
-    __device__ __forceinline__ int visits() const { return 2 * count - 1; }
+    __device__ __forceinline__ int visits() const { return 2 * count - 1 + REMAT; }
 };
 
 // A run: consecutive tiles of a CTA that have the same features. In inference the constants are loaded once for each
@@ -104,7 +105,7 @@ struct Run {
     }
 };
 
-struct ForBackward {  // with SAVE_DEVIATIONS: the deviations (m, n), and SAVED_ vectors of n
+struct ForBackward {  // with SAVE_DEVIATIONS: the deviations (m, n); with SAVE_VECTORS: SAVED_ vectors of n
     const TensorMap* map;
     char* deviations;
     double* vectors;

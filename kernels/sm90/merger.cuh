@@ -126,9 +126,10 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 store_vector(f.running_mean.at, f.running_mean.code, feature, rm);
                 store_vector(f.running_var.at, f.running_var.code, feature, rv);
             }
-            if (SAVE_DEVIATIONS && mine)
-                store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, mean - all.centre, all.unit,
-                            all.a, all.offset, to_y.ratio(), to_y.shift());
+            if (SAVE_VECTORS && mine)
+                store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, mean - all.centre,
+                            REMAT ? 1.0f : all.unit, all.a, all.offset, to_y.ratio(), to_y.shift());
+            if (REMAT && mine) for_backward.vectors[SAVED_G_MEAN * n + feature] = mean;
         }
     }
 }

@@ -56,20 +56,6 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* ba
     if constexpr (DEEP && ALL) TMA_LOAD("3d", "%3, %4, %5", ".multicast::cluster", ", %6");
 }
 
-// Stores four 8 x 8 matrices transposed: `at` of lane l is where column l % 8 of matrix l / 8 goes.
-__device__ __forceinline__ void stmatrix_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
-}
-
-// The same without the transposition: `at` of lane l is where row l % 8 of matrix l / 8 goes.
-__device__ __forceinline__ void stmatrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
-                 "r"(d)
-                 : "memory");
-}
-
 // Counters in shared memory. A warp adds 1 after its writes (release); a warp that has seen the count may read what was
 // written (acquire).
 __device__ __forceinline__ void count_up(int* counter) {

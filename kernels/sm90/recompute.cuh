@@ -86,6 +86,7 @@ struct Recomputer : Consumer {
                 for (int h = 0; h < 2; ++h) so_far[h].merge(removed[h], of_tile[h], before, rows);
                 if (nth < last) continue;
                 publish_statistics(own_tiles.part, block, lane, true);
+                if (REMAT) continue;
             }
             epilogue(d, removed, row, block);
         }

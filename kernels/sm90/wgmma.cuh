@@ -112,3 +112,25 @@ __device__ __forceinline__ void load_matrices(unsigned (&a)[4], const uint4* row
                  : "r"(smem(row))
                  : "memory");
 }
+
+// The same, with each matrix transposed.
+__device__ __forceinline__ void load_matrices_trans(unsigned (&a)[4], const uint4* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(smem(row))
+                 : "memory");
+}
+
+// Stores four 8 x 8 matrices transposed: `at` of lane l is where column l % 8 of matrix l / 8 goes.
+__device__ __forceinline__ void stmatrix_trans(unsigned at, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
+// The same without the transposition: `at` of lane l is where row l % 8 of matrix l / 8 goes.
+__device__ __forceinline__ void stmatrix(unsigned at, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}

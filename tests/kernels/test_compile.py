@@ -74,9 +74,10 @@ def test_parameters_follow_the_macros() -> None:
     """Some exist only if deviations are saved. plan/test_launches.py compares what is passed with what is declared."""
     for kernel in _kernels.all_kernels():
         if kernel.name == "forward_sm90":
-            saves, ranks = (dict(kernel.defines)[name] == "1" for name in ("SAVE_DEVIATIONS", "RANKS"))
+            macros = "SAVE_DEVIATIONS", "SAVE_VECTORS", "RANKS"
+            saves, saves_vectors, ranks = (dict(kernel.defines)[name] == "1" for name in macros)
             by_value, words = _declared.parameters(kernel)
-            more = (*(("deviations", "saved") if saves else ()), *(("ranks",) if ranks else ()))
+            more = ("deviations",) * saves + ("saved",) * saves_vectors + ("ranks",) * ranks
             more += ("renorm",) * ("RENORM" in dict(kernel.defines))
             assert words == (*SM90_WORDS, *more)
             assert by_value == ("p", "x_map", "w_map", "y_map", *(("deviations_map",) if saves else ()))
