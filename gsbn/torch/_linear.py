@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from .._arrays.admit import is_memory
 from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._backward import How
 from .._backward import run as backward_run
+from .._cuda import kernels
 from .._forward import linear as of_arrays
 from .._plan.activations import follows_from_y
 from .._typing import Activation, Gemm, Precision
@@ -186,9 +186,4 @@ def _wins(x: Any, weight: Any) -> bool:
         return False
     if not x.dtype is weight.dtype is torch.float32 or is_autocast_enabled("cuda") or not is_memory(torch, weight):
         return False
-    return x.numel() * weight.shape[0] >= LEAST_MULTIPLICATIONS and _is_hopper(x.get_device())
-
-
-@cache
-def _is_hopper(device: int) -> bool:
-    return bool(torch.cuda.get_device_capability(device) == (9, 0))
+    return x.numel() * weight.shape[0] >= LEAST_MULTIPLICATIONS and kernels.gpu(x.get_device()).hopper
