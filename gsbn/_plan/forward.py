@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from .copies import in_rows, start_on_words, vector_rows, whole_words
 from .declared import flags
-from .forward_path import gemm_for, mode_of, one_pass_serves, taken_by
-from .gemm import OfCall, OneLaunch, cheapest_tile, for_sm90, one_launch, sm90_obstacle, tiled, waiting_grid
+from .forward_path import gemm_for, mode_of, one_pass_serves, stores_vectors_alone, taken_by
+from .gemm import OfCall, OneLaunch, one_launch, tiled, waiting_grid
 from .limbs import Splits, lay_out, split_of
 from .problem import (
     INT32_MAX,
@@ -34,7 +34,7 @@ from .problem import (
 )
 from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
-from .skinny import Skinny, for_skinny, rematerializes, serves_skinny, skinny_forward
+from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
 from .sm90_variants import SM90_THREADS, by_limbs, element_for, saving_vectors
 from .sources import Constants, with_activation, with_ghosts, with_renorm
 from .tensor_maps import map_arguments
@@ -128,7 +128,7 @@ def plan_forward(
     of_call |= {"reads_count": reads_count, "separate": separate, "ranks": where, "groups": groups}
     chosen, why, us = gemm_for(p, **of_call)  # type: ignore[arg-type]
     remat = saves and training and gemm in ("auto", "sm90") and ranks is None and renorm is None and groups == 1
-    remat = remat and _rematerializes(p, precision, OfCall(prepared, reads_count=reads_count), us)
+    remat = remat and stores_vectors_alone(p, precision, OfCall(prepared, reads_count=reads_count), us)
     if remat:
         chosen, why = "sm90", "its backward computes g again, so that nothing else is written"
     fused = chosen == "sm90" and where != "between" and separate is None and groups == 1
@@ -172,22 +172,6 @@ def _save(build: Builder, call: _Call, pitch: int) -> None:
         rows = REMAT_ROWS if call.remat else rows
         shape = (rows, call.p.n) if groups == 1 else (groups, rows, ghost_pitch(call.p.n, call.p.dtype))
         build.make("vectors", shape, "float64")
-
-
-def _rematerializes(p: Matmul, precision: str, of_call: OfCall, us: float) -> bool:
-    """Return whether to save no deviations, because the backward computes g again.
-
-    y must then be that of mode "recompute", which computes g again, too. `us` is the time of the best forward that
-    saves deviations, or 0 if it is not known.
-    """
-    if sm90_obstacle(p, precision, True, True) is not None or not rematerializes(p):
-        return False
-    taken = for_sm90(p, p.dtype)
-    tile = cheapest_tile(taken._replace(limits=p.limits._replace(recompute=True)), "training", p.dtype, of_call)
-    if tile.mode != "recompute":
-        return False
-    us = us or cheapest_tile(taken, "training", p.dtype, of_call._replace(saves=True)).us
-    return bool(p.limits.remat) or tile.us <= us
 
 
 def _flags(call: _Call, **given: bool) -> int:

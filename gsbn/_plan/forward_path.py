@@ -8,7 +8,7 @@ from .copies import in_rows
 from .cost import copies_us, cublas_us, passes_us
 from .gemm import LEAST_TERMS, OfCall, cheapest_tile, cublas_obstacle, for_cublas, for_sm90, for_tiled, sm90_obstacle
 from .problem import ITEMSIZE, Matmul
-from .skinny import serves_skinny, skinny_forward
+from .skinny import rematerializes, serves_skinny, skinny_forward
 from .sm90_variants import element_for
 from .variants import FEW_FEATURES
 
@@ -101,6 +101,22 @@ def _fastest(
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve", 0.0
+
+
+def stores_vectors_alone(p: Matmul, precision: str, of_call: OfCall, us: float) -> bool:
+    """Return whether to save no deviations, because the backward computes g again.
+
+    y must then be that of mode "recompute", which computes g again, too. `us` is the time of the best forward that
+    saves deviations, or 0 if it is not known.
+    """
+    if sm90_obstacle(p, precision, True, True) is not None or not rematerializes(p):
+        return False
+    taken = for_sm90(p, p.dtype)
+    tile = cheapest_tile(taken._replace(limits=p.limits._replace(recompute=True)), "training", p.dtype, of_call)
+    if tile.mode != "recompute":
+        return False
+    us = us or cheapest_tile(taken, "training", p.dtype, of_call._replace(saves=True)).us
+    return bool(p.limits.remat) or tile.us <= us
 
 
 def taken_by(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:
