@@ -121,7 +121,6 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 #if REMAT
         fence_async();
         team_sync(team);
-        // rows that do not exist need no dg of zero: their x is zero
         RematTile::take<true>(dg, dg + X_AT, weight, [&](int block, int h, unsigned two, float g0, float g1) {
             const OfFeature& f = of_feature[block][h];
             const G* const by = stored + RematTile::feature(block, h);
@@ -133,6 +132,11 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
             };
             return pack(dg_of(of_dy.x, g0), dg_of(of_dy.y, g1));
         });
+        if (left < ROWS) {  // absent rows have d = -mean: dg may be infinite, and their x of zero would make it NaN
+            team_sync(team);
+            for (int i = first; i < ROWS; i += STEP)
+                if (i >= left) dg[place(i, of_dy)] = uint4{};
+        }
 #else
         if constexpr (!IN_REGISTERS) of = Coefficients(before, stored, FEATURES, of_dy * VEC);
 #pragma unroll

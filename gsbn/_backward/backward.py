@@ -252,6 +252,8 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     vectors = views["vectors"]
     constants = _plan.RENORM_ROWS if vectors is not None and _renorms(vectors) else _plan.SAVED_ROWS
     constants = _plan.REMAT_ROWS if _remat(vectors) else constants
+    if _remat(vectors) and (x is None or weight is None):
+        raise RuntimeError("saved x and weight: expected both, as the forward kept no deviations")
     of_vectors: tuple[int, ...] = (constants, features)
     if how.groups > 1:
         of_vectors = (how.groups, constants, _plan.ghost_pitch(features, dy.dtype))

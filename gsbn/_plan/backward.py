@@ -157,7 +157,7 @@ class _Backward:
         of_vectors = not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
         sums = norm and ((dg and training) or of_vectors or ranks is not None)
         takes_dy = products and linear and not dg
-        if (takes_dy or (norm and dy.strides[1] != 0)) and not vector_rows(dy, size):
+        if (takes_dy or asked.remat or (norm and dy.strides[1] != 0)) and not vector_rows(dy, size):
             dy = in_rows(n, size)
         pitch = dy.strides[0] if takes_dy or not norm else round_up(n, 16 // size)
 

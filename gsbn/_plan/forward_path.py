@@ -109,14 +109,18 @@ def stores_vectors_alone(p: Matmul, precision: str, of_call: OfCall, us: float) 
     y must then be that of mode "recompute", which computes g again, too. `us` is the time of the best forward that
     saves deviations, or 0 if it is not known.
     """
-    if sm90_obstacle(p, precision, True, True) is not None or not rematerializes(p):
+    limits = p.limits
+    if not rematerializes(p) or sm90_obstacle(p, precision, True, True) is not None:
+        return False
+    if limits.recompute is False or limits.cluster_batch:
         return False
     taken = for_sm90(p, p.dtype)
-    tile = cheapest_tile(taken._replace(limits=p.limits._replace(recompute=True)), "training", p.dtype, of_call)
+    tile = cheapest_tile(taken._replace(limits=limits._replace(recompute=True)), "training", p.dtype, of_call)
     if tile.mode != "recompute":
         return False
-    us = us or cheapest_tile(taken, "training", p.dtype, of_call._replace(saves=True)).us
-    return bool(p.limits.remat) or tile.us <= us
+    copies = copies_us(taken)
+    us = us or cheapest_tile(taken, "training", p.dtype, of_call._replace(saves=True)).us + copies
+    return bool(limits.remat) or tile.us + copies <= us
 
 
 def taken_by(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:

@@ -206,7 +206,9 @@ def rematerializes(p: Matmul) -> bool:
     if not (free or limits.remat) or not device.hopper or device.limited or m > INT32_MAX:
         return False
     size = _remat_size(dtype, n, k)
-    if size is None or not device.clusters(size[2]) or not on_words(x, k, ITEMSIZE[dtype]) or w.strides[1] != 1:
+    if size is None or not device.clusters(size[2]) or n > SUMS_FEATURES * device.sms:
+        return False
+    if not on_words(x, k, ITEMSIZE[dtype]) or w.strides[1] != 1:
         return False
     return bool(limits.remat) or (k <= 2 * n and serves_skinny_backward(dtype, m, n, k))
 
@@ -247,9 +249,12 @@ def remat_backward(p: Matmul, activation: Any) -> SkinnyBackward:
     features, inputs, cluster = found
     of_sums = min(features, SUMS_FEATURES)
     blocks = ceil_div(n, of_sums)
-    if device.sms < max(cluster, blocks):
+    # Clusters of a call that may take few SMs may have to wait for SMs that lie together.
+    together = device.sms // cluster if device.limited else device.clusters(cluster)
+    least = max(cluster * ceil_div(m, int(_most_rows(dtype, features, inputs))), blocks)  # SMs for all CTAs at once
+    if device.limited and device.sms < least:
         raise ValueError(
-            f"sms: expected at least {max(cluster, blocks)} for {n} features, as this forward kept no deviations, got "
+            f"sms: expected at least {least} for {m} rows and {n} features, as this forward kept no deviations, got "
             f"{device.sms}; give the forward the same `sms`"
         )
     teams, threads, tile = skinny_teams(dtype, of_sums, inputs)
@@ -261,8 +266,6 @@ def remat_backward(p: Matmul, activation: Any) -> SkinnyBackward:
     own = round_up(ceil_div(n, blocks), 16 // ITEMSIZE[dtype])
     sums = Sums(kernel, splits * sharing * blocks, splits, rows, own, teams * threads)
     kernel = with_activation(skinny_backward_kernel(dtype, features, inputs, cluster, remat=True), activation)
-    # If the call may take few SMs, its clusters may have to wait for SMs that lie together.
-    together = device.sms // cluster if device.limited else device.clusters(cluster)
     return _skinny_backward(p, found, together, kernel, sums)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -186,4 +187,10 @@ def _wins(x: Any, weight: Any) -> bool:
         return False
     if not x.dtype is weight.dtype is torch.float32 or is_autocast_enabled("cuda") or not is_memory(torch, weight):
         return False
-    return x.numel() * weight.shape[0] >= LEAST_MULTIPLICATIONS and kernels.gpu(x.get_device()).hopper
+    return x.numel() * weight.shape[0] >= LEAST_MULTIPLICATIONS and _is_hopper(x.get_device())
+
+
+@cache
+def _is_hopper(device: int) -> bool:
+    """Return whether gsbn has kernels for the GPU. Other GPUs are not asked further, which would take CuPy."""
+    return bool(torch.cuda.get_device_capability(device) == (9, 0)) and kernels.gpu(device).hopper

@@ -130,7 +130,7 @@ def test_too_few_sms_are_refused() -> None:
         y, saved = gsbn.forward(**given, training=True, return_saved=True)
         dy = fake_gpu.Array(y.shape, y.dtype)
         log.clear()
-        with pytest.raises(ValueError, match=r"^sms: expected at least 8 for 1024 features, as this forward kept no"):
+        with pytest.raises(ValueError, match=r"^sms: expected at least 8 for 50000 rows and 1024 features"):
             gsbn.backward(dy, saved, sms=7)
         assert not log
         for sms in (8, 40, 100):
@@ -139,6 +139,43 @@ def test_too_few_sms_are_refused() -> None:
             assert max(launch.grid for launch in log) <= sms
 
 
+def test_all_ctas_run_at_once_on_few_sms() -> None:
+    given = arrays(2000000, 64, 1000)
+    with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
+        y, saved = gsbn.forward(**given, training=True, return_saved=True)
+        dy = fake_gpu.Array(y.shape, y.dtype)
+        with pytest.raises(ValueError, match=r"^sms: expected at least 32 for 2000000 rows"):
+            gsbn.backward(dy, saved, sms=20)
+        log.clear()
+        gsbn.backward(dy, saved, sms=32)
+        assert max(launch.grid for launch in log) <= 32
+
+
+@pytest.mark.parametrize("strides", [(0, 0), (2, 0), (2, 2 * 131071), (402, 2)])
+def test_any_dy_is_read_in_rows_on_16_bytes(strides: tuple[int, int]) -> None:
+    given = arrays(131071, 96, 200)
+    with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
+        y, saved = gsbn.forward(**given, training=True, return_saved=True)
+        log.clear()
+        gsbn.backward(fake_gpu.Array(y.shape, y.dtype, strides), saved)
+    copy, *launches = log
+    assert copy.name in ("copy_matrix", "copy_rows")
+    assert [launch.name for launch in launches] == BACKWARD
+    assert launches[0].words[0] == launches[1].words[0] in copy.words
+
+
 def test_other_gpus_store_them() -> None:
     p = contiguous(802816, 128, 128, "bfloat16", Device((8, 0), 108))
     assert not gsbn._plan.skinny.rematerializes(p)
+
+
+@pytest.mark.parametrize("limits", [Limits(recompute=False), Limits(cluster_batch=True)])
+def test_limits_of_the_mode_hold(limits: Limits) -> None:
+    assert step(arrays(131071, 96, 200), limits)[0].deviations.shape == (131071, 200)
+
+
+def test_a_copy_of_y_counts() -> None:
+    """A y in columns is copied after the one launch; the skinny kernels write it directly."""
+    out = fake_gpu.Array((40000, 96), "bfloat16", (2, 2 * 40000))
+    assert step(arrays(40000, 40, 96))[0].deviations.shape == (40000, 0)
+    assert step(arrays(40000, 40, 96, out=out))[0].deviations.shape == (40000, 96)
