@@ -36,7 +36,7 @@ SKINNY_LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
 # separate kernels are faster.
 LEAST_FLOAT32_ROWS = 4 * 10**5
 # Whether the planner chooses rematerialization by itself: not before all GPU tests have run with it. On an H100 a step
-# took 0.73 to 0.87 of its time, and the gradients of 54 calls were as near to float64's as before, or nearer.
+# took 0.73 to 1.00 of its time, and the gradients of 54 calls were as near to float64's as before, or nearer.
 REMAT = False
 # The most features of a CTA of skinny_sums: it then has two teams, and one adds while the other multiplies.
 SUMS_FEATURES = 128
