@@ -14,8 +14,9 @@
 // dw stay in registers until the end. The CTAs of a cluster divide the features: each has skinny_features. They work on
 // the same rows at the same time and exchange their parts of dx.
 //
-// With REMAT the forward stored no deviations, and d is null. A team multiplies a tile of x by the weight, which gives g
-// in registers, and computes dg from g - mean in float32 (skinny/remat.cuh). skinny_sums then runs ahead of this kernel.
+// With REMAT the forward stored no deviations, and d is null. A team multiplies a tile of x by the weight, which gives
+// g in registers, and computes dg from g - mean in float32 (skinny/remat.cuh). skinny_sums then runs ahead of this
+// kernel, in place of backward_sums.
 //
 // The kernel takes the last rows first: backward_sums took the first rows first, so L2 still holds the end. While
 // backward_sums still runs, this kernel may load everything except the sums.
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     dy += col0, d += col0;
     const long long begin = blockIdx.x / CLUSTER * p.skinny_rows, end = min(begin + p.skinny_rows, p.m);
     const Pieces own(p, member, features);
-    const int of_dy = own.of_dy, inside = own.inside, first = own.first;
+    const int of_dy = own.of_dy, first = own.first;
     constexpr int STEP = Pieces::STEP;
     constexpr int AT_ONCE = ROWS / STEP < 4 ? ROWS / STEP : 4;  // rows that a thread reads before it computes dg of any
     const auto issue_copies = [&](int stage, long long row0) {
@@ -100,13 +101,14 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     }
     if constexpr (!BY_FMA) fence_async();
     __syncthreads();
-    const BeforeY before(p, saved, col0 + of_dy * VEC, inside);
-    Coefficients of(before, stored, FEATURES, of_dy * VEC);
 #if REMAT
     OfFeature of_feature[RematTile::BLOCKS][2];
     RematTile::load(saved, p.n, col0, features, of_feature);
-#endif
+#else
+    const BeforeY before(p, saved, col0 + of_dy * VEC, own.inside);
+    Coefficients of(before, stored, FEATURES, of_dy * VEC);
     if constexpr (IN_REGISTERS) __syncthreads();
+#endif
     issue_copies(TILES - 1, next_row);
     next_row -= TEAMS * ROWS;
     if constexpr (CLUSTER > 1) cluster_wait();
@@ -124,13 +126,13 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         RematTile::take<true>(dg, dg + X_AT, weight, [&](int block, int h, unsigned two, float g0, float g1) {
             const OfFeature& f = of_feature[block][h];
             const G* const by = stored + RematTile::feature(block, h);
-            const float2 of_dy = unpack(two);
+            const float2 of_dy = unpack_as<OF_T>(two);
             const auto dg_of = [&](float of_row, float g) {
                 const float d = f.deviation(g), u = f.before_y(of_row, d);
                 const float mean = by[DG_MEAN * FEATURES], mean_low = by[DG_MEAN_LOW * FEATURES];
                 return by[DG_A * FEATURES] * fmaf(-by[DG_RATE * FEATURES], d, (u - mean) - mean_low);
             };
-            return pack(dg_of(of_dy.x, g0), dg_of(of_dy.y, g1));
+            return pack_as<OF_T>(dg_of(of_dy.x, g0), dg_of(of_dy.y, g1));
         });
         if (left < ROWS) {  // absent rows have d = -mean: dg may be infinite, and their x of zero would make it NaN
             team_sync(team);

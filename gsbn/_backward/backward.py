@@ -250,28 +250,24 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
         "weight": ((features, inputs), dy.dtype),
     }
     vectors = views["vectors"]
-    constants = _plan.RENORM_ROWS if vectors is not None and _renorms(vectors) else _plan.SAVED_ROWS
-    constants = _plan.REMAT_ROWS if _remat(vectors) else constants
-    if _remat(vectors) and (x is None or weight is None):
+    remat = _has_rows(vectors, _plan.REMAT_ROWS)
+    more = (rows for rows in (_plan.REMAT_ROWS, _plan.RENORM_ROWS) if _has_rows(vectors, rows))
+    constants = next(more, _plan.SAVED_ROWS)
+    if remat and (x is None or weight is None):
         raise RuntimeError("saved x and weight: expected both, as the forward kept no deviations")
     of_vectors: tuple[int, ...] = (constants, features)
     if how.groups > 1:
         of_vectors = (how.groups, constants, _plan.ghost_pitch(features, dy.dtype))
-    expected |= {"deviations": ((rows, 0 if _remat(vectors) else features), kept), "vectors": (of_vectors, "float64")}
+    expected |= {"deviations": ((rows, 0 if remat else features), kept), "vectors": (of_vectors, "float64")}
     for name, (shape, dtype) in expected.items():
         if (view := views[name]) is not None:
             check.kept(name, view, shape, dtype, dy, pitched=name == "deviations")
     return views
 
 
-def _renorms(vectors: check.View) -> bool:
-    """Whether the forward saved the additional rows of batch renormalisation."""
-    return vectors.shape[-2:-1] == (_plan.RENORM_ROWS,)
-
-
-def _remat(vectors: check.View | None) -> bool:
-    """Whether the forward stored no deviations, so that g is computed again."""
-    return vectors is not None and vectors.shape[-2:-1] == (_plan.REMAT_ROWS,)
+def _has_rows(vectors: check.View | None, rows: int) -> bool:
+    """Whether the forward saved so many rows: RENORM_ROWS with batch renormalisation, REMAT_ROWS without deviations."""
+    return vectors is not None and vectors.shape[-2:-1] == (rows,)
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -301,8 +297,8 @@ def _program(
         in_place=how.in_place,
         ranks=ranks,
         identity=how.identity,
-        renorm=vectors is not None and _renorms(vectors),
-        remat=_remat(vectors),
+        renorm=_has_rows(vectors, _plan.RENORM_ROWS),
+        remat=_has_rows(vectors, _plan.REMAT_ROWS),
         groups=how.groups if how.norm else 1,
         ld_saved=0 if deviations is None else deviations.shape[1],
         y=matrix_of(deviations) if how.identity and deviations is not None else None,

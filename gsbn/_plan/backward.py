@@ -26,7 +26,7 @@ from .problem import (
 )
 from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
-from .skinny import SkinnyBackward, remat_backward, skinny_backward
+from .skinny import SkinnyBackward, Sums, remat_backward, skinny_backward
 from .variants import GHOST_FEATURES, column_sums, sum_ghosts
 
 _NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # for a launch that writes no gradients
@@ -80,7 +80,7 @@ class Chosen(NamedTuple):
     ld_transposed: int  # pitch of dg's transpose, which cuBLAS reads to compute dw; 0 if it reads dg
     # what computes the products: skinny_backward, which also makes dg; or dual_gemm; or else a `Product` for each
     skinny: SkinnyBackward | None
-    remat: SkinnyBackward | None  # the same if g is computed again, even without products
+    remat: Sums | None  # what computes the sums if g is computed again
     dual: DualGemm | None
     of_dx: Matmul
     of_dw: Matmul
@@ -181,15 +181,17 @@ class _Backward:
         if asked.remat:
             x = p.x if on_words(p.x, k, size) else in_rows(k, size)
             w = p.w if p.w.strides[1] == 1 else in_rows(k, size)
-            skinny = remat = remat_backward(p, asked.activation)
+            skinny, remat = remat_backward(p, asked.activation)
         passes = cut_passes(
             self.flat._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
             may_transpose=may_transpose, transposed=dg and ld_transposed > 0, activation=asked.activation, where=where,
             identity=asked.identity, renorm=asked.renorm, ghosts=asked.groups > 1,
-            remat=remat.sums if remat is not None else None,
+            remat=remat,
         )  # fmt: skip
         of_few = deviations_dtype(dtype, self.flat.m, training=training) != dtype
-        if not products if remat is not None else "weight" not in needs or passes.fused or of_few:
+        if remat is None and ("weight" not in needs or passes.fused or of_few):
+            skinny = None
+        if not products:
             skinny = None
         if norm and gemm == "auto" and skinny is None and dx is not None and dw is not None:
             dual = dual_gemm_for(of_dx, of_dw, wide=asked.wide)
@@ -280,11 +282,10 @@ class _Backward:
         if passes.fused:
             passed = {**reads, "dg": of_dg, **to_vectors, "zeros": zeros}
             build.launch(*passes.sums, fields, passed | {"ranks": ABSENT if ranks is None else "ranks"})
-        elif chosen.sums and self.m and chosen.remat is not None and chosen.remat.sums is not None:
+        elif chosen.sums and self.m and chosen.remat is not None:
             passed = {"dy": names["dy"], "x": names["x"], "w": names["weight"], "saved": "vectors"}
-            passed |= {"workspace": of_sums}
-            of_remat = chosen.remat.sums
-            build.launch(*passes.sums, fields | {"skinny_features": of_remat.features}, passed, of_remat.block)
+            of_remat = fields | {"skinny_features": chosen.remat.features}
+            build.launch(*passes.sums, of_remat, passed | {"workspace": of_sums}, chosen.remat.block)
         elif chosen.sums and self.m:
             build.launch(*passes.sums, fields, {**reads, "workspace": of_sums, "zeros": zeros})
         elif self.gradients["bias"] != ABSENT:  # in training: no other vector needs a gradient, and this one is zero
@@ -318,14 +319,9 @@ class _Backward:
     def _fields(self) -> dict[str, Any]:
         """Return the fields of the struct BackwardProblem (kernels/backward/rows.cuh)."""
         p, chosen, asked = self.p, self.chosen, self.asked
-        passes, skinny, dtypes = chosen.passes, chosen.remat or chosen.skinny, self.vectors.dtypes
-        fields: dict[str, Any] = {
-            "m": self.m,
-            "n": p.n,
-            "k": p.k,
-            "ldx": chosen.x.strides[0],
-            "ldw": chosen.w.strides[0],
-        }
+        passes, skinny, dtypes = chosen.passes, chosen.skinny, self.vectors.dtypes
+        fields: dict[str, Any] = {"m": self.m, "n": p.n, "k": p.k}
+        fields |= {"ldx": chosen.x.strides[0], "ldw": chosen.w.strides[0]}
         ldd = chosen.pitch if asked.ld_saved is None else asked.ld_saved
         fields |= {"lddg": chosen.pitch, "ldd": ldd if chosen.y is None else chosen.y.strides[0]}
         fields |= {"ld_transposed": chosen.ld_transposed, **passes.fields, "splits": passes.splits if self.m else 0}

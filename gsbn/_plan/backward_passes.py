@@ -44,7 +44,7 @@ def cut_passes(
     `may_transpose`: the call writes dg's transpose, or would with other `needs`; `transposed`: it writes it. `where`:
     the sums of other ranks arrive "inside" a launch or "between" two launches. `identity`: the layer has no norm, and y
     takes the place of the deviations. `renorm`: the forward used batch renormalisation. `ghosts`: p has the rows of one
-    ghost batch and the features of all ghost batches. `remat`: this launch computes the sums, and g remat.
+    ghost batch and the features of all ghost batches. `remat`: this launch computes the sums, and g again.
     """
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
     # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. The choice does not

@@ -35,8 +35,8 @@ SKINNY_LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
 # The least rows for skinny_backward in float32 with more than 32 features and input features. With fewer rows, the
 # separate kernels are faster.
 LEAST_FLOAT32_ROWS = 4 * 10**5
-# Whether the planner chooses rematerialization by itself: not before all GPU tests have run with it. On an H100 a step
-# took 0.73 to 1.00 of its time, and the gradients of 54 calls were as near to float64's as before, or nearer.
+# Whether the planner chooses rematerialization by itself: not before all GPU tests have run with it.
+# docs/history/skinny.md has its figures.
 REMAT = False
 # The most features of a CTA of skinny_sums: it then has two teams, and one adds while the other multiplies.
 SUMS_FEATURES = 128
@@ -167,7 +167,6 @@ class SkinnyBackward(NamedTuple):
     features: int  # the most features of a CTA
     block: int
     partials: SplitKReduction  # the launch that adds up dw
-    sums: Sums | None  # the launch before it, if both compute g again
 
 
 @lru_cache(maxsize=4096)  # a layer asks at every call
@@ -235,13 +234,13 @@ def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward 
     if not together or (math.ceil(m / together) > _most_rows(dtype, features, inputs) and device.limited):
         return None
     kernel = with_renorm(skinny_backward_kernel(dtype, features, inputs, cluster), renorm)
-    return _skinny_backward(p, found, together, with_activation(kernel, activation), None)
+    return _skinny_backward(p, found, together, with_activation(kernel, activation))
 
 
-def remat_backward(p: Matmul, activation: Any) -> SkinnyBackward:
+def remat_backward(p: Matmul, activation: Any) -> tuple[SkinnyBackward, Sums]:
     """Return the launches of a backward that computes g again. The operands have rows on 16 bytes.
 
-    Raises a ValueError that names `sms` if these are too few for a cluster.
+    Raises a ValueError that names `sms` if the CTAs cannot all run at once.
     """
     m, n, k, dtype, device, *_ = p
     found = _remat_size(dtype, n, k)
@@ -266,7 +265,7 @@ def remat_backward(p: Matmul, activation: Any) -> SkinnyBackward:
     own = round_up(ceil_div(n, blocks), 16 // ITEMSIZE[dtype])
     sums = Sums(kernel, splits * sharing * blocks, splits, rows, own, teams * threads)
     kernel = with_activation(skinny_backward_kernel(dtype, features, inputs, cluster, remat=True), activation)
-    return _skinny_backward(p, found, together, kernel, sums)
+    return _skinny_backward(p, found, together, kernel), sums
 
 
 def _most_rows(dtype: str, features: int, inputs: int) -> float:
@@ -279,9 +278,7 @@ def _own_features(dtype: str, n: int, size: tuple[int, int, int]) -> int:
     return features if cluster == 1 else round_up(ceil_div(n, cluster), 16 // ITEMSIZE[dtype])
 
 
-def _skinny_backward(
-    p: Matmul, found: tuple[int, int, int], together: int, kernel: Kernel, sums: Sums | None
-) -> SkinnyBackward:
+def _skinny_backward(p: Matmul, found: tuple[int, int, int], together: int, kernel: Kernel) -> SkinnyBackward:
     """Return the launch for CTAs, or clusters, of the size `found`, of which `together` run at once."""
     m, n, dtype, device = p.m, p.n, p.dtype, p.device
     features, inputs, cluster = found
@@ -297,5 +294,4 @@ def _skinny_backward(
         features=own,
         block=teams * threads,
         partials=split_k_reduction(number, cluster * own, inputs, device),
-        sums=sums,
     )

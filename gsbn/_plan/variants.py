@@ -105,7 +105,8 @@ def _plain_kernels() -> Iterator[Kernel]:
             yield from backward_kernels(dtype, d_dtype, training=training)
             yield backward_kernels(dtype, d_dtype, training=training, sharing=SUMS_CLUSTER)[0]
             if training and d_dtype == dtype and remat_sizes(dtype):
-                yield from backward_kernels(dtype, "float32", training=True)[1:4:2]  # backward_dg, sum_features
+                _, of_dg, _, total, _ = backward_kernels(dtype, "float32", training=True)
+                yield from (of_dg, total)
             if training and d_dtype == dtype != "float64":
                 for cluster in COLUMN_CLUSTERS:
                     yield backward_kernels(dtype, d_dtype, training=training, cluster=cluster)[2]

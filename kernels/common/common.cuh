@@ -202,8 +202,8 @@ enum : int {
     SAVED_SLOPE = 7,    // training: a unit, with the a of y: y = f(slope d + offset)
     SAVED_MEAN = 7,     // inference: mean of y = f(a (g - mean) + offset)
     SAVED_OFFSET = 8,   // both: offset in these formulas
-    SAVED_ROWS = 9,     // number of rows without RENORM
-    SAVED_G_MEAN = 9,   // without stored deviations: the mean of g, from which the backward takes them
+    SAVED_ROWS = 9,     // number of rows without RENORM and REMAT
+    SAVED_G_MEAN = 9,   // with REMAT: the mean that the backward subtracts from g
     SAVED_RATIO = 9,    // with RENORM: ratio, by which the rows A, SCALE, GAMMA and SLOPE have been multiplied
     SAVED_SHIFT = 10,   // with RENORM: shift, by which gamma / beta is in SAVED_OFFSET
 };

@@ -17,13 +17,14 @@ constexpr int SHARED_BYTES = 16 * PIPELINE_WORDS + WEIGHT_BYTES;  // read by gsb
 constexpr int TILES = PIPELINE_WORDS / TEAMS / TILE;              // tiles of a team that are being copied or used
 static_assert(TILES >= 2, "one tile is copied while another is multiplied");
 
-// A thread's part of every copy: the same columns of each tile, in pieces of 16 bytes.
+// Which pieces (16 bytes) of a row a thread copies: the same of every tile, in some of its rows.
 struct Pieces {
-    int of_dy, of_x;                                                 // which pieces of a row
-    int inside, inside_x;                                            // how many of their columns exist
     static constexpr int STEP = TEAM / OF_DY, STEP_X = TEAM / OF_X;  // the thread's rows of a tile lie so far apart
-    int at_dy, at_x;     // where these columns begin in a row; 0 if the thread has none
-    int first, first_x;  // its first rows
+
+    int of_dy, of_x;       // the numbers of its pieces
+    int inside, inside_x;  // how many of their columns exist
+    int at_dy, at_x;       // where they begin in a row; 0 if none exists
+    int first, first_x;    // the first of its rows
 
     __device__ __forceinline__ Pieces(const BackwardProblem& p, int member, int features)
         : of_dy(member % OF_DY),

@@ -19,6 +19,7 @@
 #endif
 
 constexpr bool BY_FMA = sizeof(T) == 4;
+constexpr int OF_T = is_same<T, __half> ? ELEMENT_FLOAT16 : ELEMENT_BFLOAT16;  // how wgmma multiplies
 constexpr int WARPGROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team; with FMAs a team is a warp
 constexpr int TEAM = BY_FMA ? LANES : WARPGROUPS * 128;  // threads
 constexpr int ROWS = BY_FMA ? 16 : 64;                   // rows of a tile
@@ -126,7 +127,7 @@ struct ByFma {
 
 // 16 bits, by wgmma. A product has 64 rows of dx, or 64 features of dw (if there are only 32, half of the result is
 // dropped), by all INPUTS. Without CLUSTER a lane stores 8 adjacent input features of dx in every 32 at once: the
-// weight's columns are permuted so that it gets these or, if g needs them as they are, four lanes exchange them. If
+// weight's columns are permuted so that it gets these or, if g needs them as they are, four lanes transpose them. If
 // there are two warpgroups, they divide the input features of dx and the features of dw.
 struct ByWgmma {
     static constexpr bool PERMUTES = CLUSTER == 1 && !REMAT;
@@ -161,7 +162,7 @@ struct ByWgmma {
     }
 
     // Of four lanes, lane i has columns 8 j + 2 i and the next, for j = 0 to 3. It gets columns 8 i to 8 i + 7.
-    static __device__ __forceinline__ void exchange(Vector<T, VEC>& of_row) {
+    static __device__ __forceinline__ void transpose_in_quad(Vector<T, VEC>& of_row) {
         unsigned* words = reinterpret_cast<unsigned*>(&of_row);
 #pragma unroll
         for (int bit = 1; bit < 4; bit *= 2)
@@ -181,7 +182,7 @@ struct ByWgmma {
     template <bool A_MN_MAJOR, int NUMBERS>
     static __device__ __forceinline__ void multiply(float (&d)[NUMBERS], unsigned long long a, unsigned long long b,
                                                     int accumulate) {
-        wgmma<is_same<T, __half> ? ELEMENT_FLOAT16 : ELEMENT_BFLOAT16, A_MN_MAJOR, true>(d, a, b, accumulate);
+        wgmma<OF_T, A_MN_MAJOR, true>(d, a, b, accumulate);
     }
 
     // With CLUSTER the other CTAs send their parts to `room` after the team has read dg and x. `room` has 4 bytes for
@@ -226,7 +227,7 @@ struct ByWgmma {
 #pragma unroll
                     for (int h = 0; h < VEC; ++h) from_float(dx[Accumulator::at(j / 8 + h / 2, i, h % 2)], out.at[h]);
                     if (!PERMUTES) {
-                        exchange(out);
+                        transpose_in_quad(out);
                         if (row >= left) continue;
                     }
                     if (at + VEC <= k && k % VEC == 0) {

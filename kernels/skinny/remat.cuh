@@ -8,20 +8,6 @@
 #pragma once
 #include "skinny/pipeline.cuh"
 
-// Two elements of T in a word, the first in the low half.
-__device__ __forceinline__ float2 unpack(unsigned word) {
-    const auto two = *reinterpret_cast<const Vector<T, 2>*>(&word);
-    return make_float2(to_float(two.at[0]), to_float(two.at[1]));
-}
-__device__ __forceinline__ unsigned pack(float low, float high) {
-    unsigned word;
-    if constexpr (is_same<T, __half>)
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-
 // What a thread needs of a feature to compute f'(u) of an element: u = slope (g - mean) + offset.
 struct OfFeature {
     float mean = 0.0f, slope = 0.0f, offset = 0.0f;
@@ -38,6 +24,7 @@ struct OfFeature {
     }
 };
 
+// g of a tile, in registers.
 struct RematTile {
     static constexpr int BLOCKS = FEATURES / WARPGROUPS / 64;  // blocks of 64 features of a warpgroup
 
@@ -70,9 +57,8 @@ struct RematTile {
             const auto of_w = operand_descriptor(smem(weight) + (group * BLOCKS + block) * (64 * 128), 16);
 #pragma unroll
             for (int i = 0; i < INPUTS / 16; ++i)
-                wgmma<is_same<T, __half> ? ELEMENT_FLOAT16 : ELEMENT_BFLOAT16, false, false>(
-                    g[block], of_w + (i / 4 * (OF_WEIGHT / 16) + i % 4 * 2), of_x + (i / 4 * (BLOCK / 16) + i % 4 * 2),
-                    i);
+                wgmma<OF_T, false, false>(g[block], of_w + (i / 4 * (OF_WEIGHT / 16) + i % 4 * 2),
+                                          of_x + (i / 4 * (BLOCK / 16) + i % 4 * 2), i);
             wgmma_commit();
         }
 #pragma unroll

@@ -1,7 +1,10 @@
 // Number formats between accumulators and memory: the exponents of limbs, the format of y, the units of deviations.
 #pragma once
-#include "sm90/accumulator.cuh"
 #include "sm90/config.cuh"
+#include "sm90/wgmma.cuh"
+
+// 16-bit elements of y: bfloat16, if not float16
+constexpr int PACKED = ELEMENT == ELEMENT_FLOAT16 ? ELEMENT_FLOAT16 : ELEMENT_BFLOAT16;
 
 // 2^e for -126 <= e <= 127
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float(u32(127 + e) << 23); }
@@ -46,25 +49,8 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
     }
 }
 
-// packs two floats into one 32-bit word, the first in the low half
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 word;
-    if constexpr (ELEMENT == ELEMENT_FLOAT16)
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-
-__device__ __forceinline__ float2 unpack(u32 word) {
-    if constexpr (ELEMENT != ELEMENT_FLOAT16)
-        return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
-    float2 f;
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
-        : "=f"(f.x), "=f"(f.y)
-        : "r"(word));
-    return f;
-}
+__device__ __forceinline__ u32 pack(float low, float high) { return pack_as<PACKED>(low, high); }
+__device__ __forceinline__ float2 unpack(u32 word) { return unpack_as<PACKED>(word); }
 
 // Deviations are stored in units of this power of two, which is near their standard deviation. Otherwise float16 might
 // overflow.

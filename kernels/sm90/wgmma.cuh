@@ -134,3 +134,25 @@ __device__ __forceinline__ void stmatrix(unsigned at, unsigned a, unsigned b, un
                  "r"(d)
                  : "memory");
 }
+
+// Two elements in a word, the first in the low half, as stmatrix takes them and ldmatrix gives them. They are bfloat16
+// or float16.
+template <int ELEMENT_TYPE>
+__device__ __forceinline__ unsigned pack_as(float low, float high) {
+    unsigned word;
+    if constexpr (ELEMENT_TYPE == ELEMENT_FLOAT16)
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+template <int ELEMENT_TYPE>
+__device__ __forceinline__ float2 unpack_as(unsigned word) {
+    if constexpr (ELEMENT_TYPE != ELEMENT_FLOAT16)
+        return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+    float2 f;
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(word));
+    return f;
+}

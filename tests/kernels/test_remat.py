@@ -130,18 +130,3 @@ def test_few_sms() -> None:
             assert norm_error(few.get(), many.get()) <= float(ml_dtypes.finfo("bfloat16").eps)
     with pytest.raises(ValueError, match=r"^sms: expected at least 5 for 20001 rows and 600 features"):
         gsbn.backward(y, saved, sms=3)
-
-
-def test_the_choice_is_of_this_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With statistics of ranks or of ghost batches, few rows or x in columns, deviations are stored."""
-    monkeypatch.setattr(gsbn._plan.skinny, "REMAT", True)
-    shape = (40000, 64, 136)
-    arrays = {name: cupy.asarray(a) for name, a in without_out(Case(shape, "bfloat16", True).arrays()).items()}
-    kept = partial(gsbn.forward, training=True, return_saved=True)
-    assert kept(**arrays)[1].deviations.shape == (40000, 0)
-    assert kept(**arrays, groups=2)[1].deviations.shape == shape[::2]
-    assert kept(**arrays, sms=40)[1].deviations.shape == shape[::2]
-    assert kept(**{**arrays, "x": cupy.asfortranarray(arrays["x"])})[1].deviations.shape == shape[::2]
-    assert kept(**{**arrays, "x": arrays["x"][:3000]})[1].deviations.shape == (3000, 136)
-    frozen = gsbn.forward(**arrays, training=False, return_saved=True)[1]
-    assert frozen.deviations.shape == shape[::2]

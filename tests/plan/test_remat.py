@@ -75,11 +75,15 @@ def test_others_store_them(shape: tuple[int, int, int], options: dict[str, Any])
     assert "skinny_sums" not in [launch.name for launch in log]
 
 
-def test_float32_and_frozen_statistics_store_them() -> None:
+def test_float32_columns_and_frozen_statistics_store_them() -> None:
     shape = (802816, 128, 128)
     assert step(arrays(*shape, "float32"))[0].deviations.shape == shape[::2]
     columns = fake_gpu.Array(shape[:2], "bfloat16", (2, 2 * shape[0]))
     assert step(arrays(*shape) | {"x": columns})[0].deviations.shape == shape[::2]
+    running = {name: fake_gpu.Array((shape[2],), "float32") for name in ("running_mean", "running_var")}
+    with fake_gpu.gpu(fake_gpu.HOPPER):
+        _, saved = gsbn.forward(**arrays(*shape), **running, return_saved=True)
+    assert saved.deviations.shape == shape[::2]
 
 
 @pytest.mark.parametrize(
@@ -111,9 +115,7 @@ OF_ANY_WIDTH = [(5000 + 17 * n, 8, n) for n in range(1, 1025)]
 def test_ctas_cover_rows_and_features_once(shapes: list[tuple[int, int, int]]) -> None:
     for rows, inputs, features in shapes:
         p = contiguous(rows, features, inputs, "bfloat16", H200)
-        found = remat_backward(p, None)
-        sums = found.sums
-        assert sums is not None
+        found, sums = remat_backward(p, None)
         cluster = int(dict(sums.kernel.defines).get("CLUSTER", 1))
         blocks = -(-features // sums.features)
         assert sums.features <= SUMS_FEATURES and sums.features % 8 == 0
