@@ -67,7 +67,7 @@ def backward(
         The gradients to compute. The others are None, and cost no time.
     sms : int, optional
         The largest number of the GPU's streaming multiprocessors that a launch of this call may occupy, as in
-        `forward`; None is all. No launch of the backward needs all its SMs at the same time.
+        `forward`; None is all.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def backward(
         names.
     ValueError
         dy has the wrong shape or device. `needs` has an unknown name. The `gemm` of the forward does not support this
-        backward.
+        backward. `sms` is too small for a backward without deviations of the forward; the message gives the least.
     RuntimeError
         A torch tensor requires grad while grad mode is on: gsbn is outside autograd. A torch x or weight was changed
         in place since the forward. The group is closed or has failed.

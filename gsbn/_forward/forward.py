@@ -172,9 +172,9 @@ def forward(
     y : (B, O) array
         x's dtype and library; `out` itself if given. For other DLPack producers a CuPy or NumPy array.
     saved : Saved
-        With `return_saved`: x and weight themselves, the (B, O) deviations of g from its mean, and O(O) constants, or
-        O(groups O) with `groups`. With `residual` and an activation also y itself or, if the gradient does not follow
-        from y, the (B, O) sum before the activation.
+        With `return_saved`: x and weight themselves, O(O) constants, or O(groups O) with `groups`, and the (B, O)
+        deviations of g from its mean, unless the backward computes g again. With `residual` and an activation also y
+        itself or, if the gradient does not follow from y, the (B, O) sum before the activation.
 
     Raises
     ------

@@ -35,9 +35,6 @@ SKINNY_LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
 # The least rows for skinny_backward in float32 with more than 32 features and input features. With fewer rows, the
 # separate kernels are faster.
 LEAST_FLOAT32_ROWS = 4 * 10**5
-# Whether the planner chooses rematerialization by itself: not before all GPU tests have run with it.
-# docs/history/skinny.md has its figures.
-REMAT = False
 # The most features of a CTA of skinny_sums: it then has two teams, and one adds while the other multiplies.
 SUMS_FEATURES = 128
 # The least rows in 16 bits with more than 128 features, by the room for features and input features. Clusters are
@@ -201,7 +198,7 @@ def rematerializes(p: Matmul) -> bool:
     It reads x twice in place of the deviations, which are written once and read twice.
     """
     m, n, k, dtype, device, x, w, _, limits = p
-    free = REMAT and limits.remat is None and limits.skinny is None
+    free = limits.remat is None and limits.skinny is None
     if not (free or limits.remat) or not device.hopper or device.limited or m > INT32_MAX:
         return False
     size = _remat_size(dtype, n, k)

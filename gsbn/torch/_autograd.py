@@ -62,7 +62,8 @@ def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     The deviations must still be at the address `at`, where the forward made them, because hooks on saved tensors may
     return other memory.
     """
-    if how.training and deviations.dtype is dy.dtype and deviations.data_ptr() == at and not keeps_graph():
+    own = deviations.numel() > 0 and deviations.data_ptr() == at
+    if how.training and own and deviations.dtype is dy.dtype and not keeps_graph():
         return how._replace(in_place=True)
     return how
 

@@ -148,7 +148,8 @@ class _ChannelsFirst(Function):
         sizes = x.shape[0], *weight.shape
         # dx needs x only to compute the call again
         reads = ctx.way == COPIES and serves_skinny_backward(str(weight.dtype).removeprefix("torch."), *sizes)
-        kept = x if needs_x or needs_weight else None, weight if needs_x or reads else None
+        remat = saved.deviations.numel() == 0  # the backward computes g again
+        kept = x if needs_x or needs_weight or remat else None, weight if needs_x or reads or remat else None
         ctx.save_for_backward(*kept, saved.deviations, saved.vectors)
         ctx.at = saved.deviations.data_ptr()
         return y

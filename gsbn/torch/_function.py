@@ -395,11 +395,11 @@ def _forward(
 def _operands(saved: Saved, needs_x: bool, needs_weight: bool) -> tuple[Any, Any]:
     """Return x and weight, each None if no backward reads it: a cast is then freed, and the original may change.
 
-    The backward reads x only for dweight, but second derivatives and batched gradients also read it, to compute the
-    call again.
+    A backward on the CPU reads both, and so does one that computes g again because no deviations are saved. Any other
+    reads x only for dweight, but second derivatives and batched gradients also read it, to compute the call again.
     """
     x, weight = saved.x, saved.weight
-    if not x.is_cuda:  # the backward on the CPU reads both
+    if not x.is_cuda or saved.deviations.numel() == 0:
         return x, weight
     reads_weight = serves_skinny_backward(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
     return x if needs_x or needs_weight else None, weight if needs_x or reads_weight else None

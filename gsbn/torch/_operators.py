@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 from .._backward import How, backward_of
 from .._forward import forward_of
+from .._plan import Limits
 from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ..reference import Gradients
@@ -27,6 +28,7 @@ _SCHEMA = (
     "str precision, str gemm, str? activation, str? group=None, float[]? renorm=None, Tensor? limits=None, "
     "float? parameter=None, int groups=1) -> "
 )
+_STORES = Limits(remat=False)  # a recorded program must know the deviations' shape before the call
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
 
 
@@ -43,7 +45,7 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
         arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None, None)
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
-            made = forward_of(arrays, options)
+            made = forward_of(arrays, options, _STORES)
         if not keep:
             return made
         y, (deviations, vectors) = made[0], (made[1].deviations, made[1].vectors)

@@ -20,12 +20,6 @@ ANY = Limits()
 SHAPES = [(131071, 96, 200), (50000, 64, 1024), (802816, 128, 128), (1000000, 64, 64), (65536, 64, 128)]
 
 
-@pytest.fixture(autouse=True)
-def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner chooses rematerialization by itself."""
-    monkeypatch.setattr(gsbn._plan.skinny, "REMAT", True)
-
-
 def arrays(rows: int, inputs: int, features: int, dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
     x, weight = fake_gpu.Array((rows, inputs), dtype), fake_gpu.Array((features, inputs), dtype)
     return {"x": x, "weight": weight, "gamma": fake_gpu.Array((features,), "float32"), **more}
