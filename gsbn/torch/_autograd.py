@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -19,8 +18,6 @@ keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", 
 # Above 0 in TorchDispatch modes (fake tensors, make_fx, operation counters). These must see one operator. torch has no
 # public API for this question.
 is_watched: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-# Returns the hooks on saved tensors; if torch cannot tell, one counts as set.
-_hooks_of_saved: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignored: ())
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
 _NAMES = ("x", "weight", *VECTOR_PARAMETERS)
@@ -57,35 +54,6 @@ def widens(dtype: Any, weight: Any) -> bool:
     `dtype` is autocast's dtype, or None without autocast.
     """
     return dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
-
-
-def cast_weight(weight: Any, dtype: Any) -> Any:
-    """Return the weight in autocast's `dtype`, so that layers that are called twice cast it once, as PyTorch's do.
-
-    Until autocast ends, its cache keeps the casts of float32 parameters that need gradients. No function of PyTorch
-    returns such a cast, but the autograd node of an empty product has it. gsbn casts anew if the weight was changed
-    since, on another stream, and in a capture that began since.
-    """
-    if dtype is None:
-        return weight
-    kept = widens(dtype, weight) and weight.requires_grad and weight.is_leaf and weight.dim() == 2
-    if kept and is_grad_enabled() and torch.is_autocast_cache_enabled() and _hooks_of_saved(True) is None:
-        product: Any = torch.mm(_no_rows(weight.shape[0], dtype, weight.device), weight)
-        found = getattr(product.grad_fn, "_saved_mat2", None)
-        if found is not None and found.dtype is dtype:
-            now: tuple[Any, ...] = weight._version, weight.data_ptr()
-            if weight.is_cuda:
-                stream = torch.cuda.current_stream(weight.device).cuda_stream
-                now += stream, torch.cuda.is_current_stream_capturing()
-            if found.__dict__.setdefault("_gsbn_made", now) == now:
-                return found.detach()
-    with torch.no_grad():
-        return cast(weight, dtype)
-
-
-@lru_cache(maxsize=256)
-def _no_rows(columns: int, dtype: Any, device: Any) -> Any:
-    return torch.empty(0, columns, dtype=dtype, device=device, requires_grad=True)
 
 
 def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:

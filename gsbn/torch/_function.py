@@ -26,7 +26,6 @@ from .._values import ghost_count, shown
 from ._again import Given, gradients_again, products_again
 from ._autograd import (
     cast,
-    cast_weight,
     drop_given,
     goes_again,
     in_place,
@@ -302,7 +301,7 @@ class _Linear(Function):
         given = Given.of((weight, *vectors), more[1][2], connected=saved.x is x)
         x, weight = _operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
-        ctx.cast = weight if how.wide else None  # a cast weight, which is no argument
+        ctx.cast = weight if how.wide else None  # a cast weight that only gsbn holds
         ctx.how, ctx.given = how, given
         between += (saved.deviations, saved.vectors, how, given)
         return y
@@ -361,7 +360,7 @@ class _Norm(Function):
 def _apply(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
 ) -> Any:
-    more = state, options, dtype, cast_weight(weight, dtype)  # while grad mode is on
+    more = state, options, dtype
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second node costs 40 us on
     # the host; a GPU processes some millions of elements in that time. One node serves if one launch makes dg and both
     # products, because dg is then never written. It also serves if one launch makes both products of few rows, because
@@ -385,11 +384,10 @@ _FOUR = (False,) * 4
 
 
 def _forward(
-    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any,
-    weight_cast: Any,
-) -> tuple[Any, Saved, How]:  # fmt: skip
+    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
+) -> tuple[Any, Saved, How]:
     wide = widens(dtype, weight)
-    x, weight = cast(x, dtype), weight_cast
+    x, weight = cast(x, dtype), cast(weight, dtype)
     y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None, None), options)
     return y, saved, How.of(saved, (), wide=wide)
 

@@ -22,7 +22,7 @@ from .._typing import Activation, Gemm, Precision
 from .._values import choice
 from ._activations import apply, before
 from ._again import as_variables
-from ._autograd import cast, cast_weight, goes_again, is_watched, kind_of_tensor, needed_of, widens
+from ._autograd import cast, goes_again, is_watched, kind_of_tensor, needed_of, widens
 from ._function import is_transformed, require_tensors
 
 # `Linear` calls gsbn for at least so many multiplications. With fewer, a training step waits for the host, which needs
@@ -83,8 +83,7 @@ def linear(
         return y if activation is None else apply(y, activation)
     dtype = get_autocast_dtype("cuda") if is_autocast_enabled("cuda") else None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    of_call = activation, precision, gemm, dtype, cast_weight(weight, dtype)
-    y = _LinearCall.apply(rows, weight, bias, of_call)
+    y = _LinearCall.apply(rows, weight, bias, (activation, precision, gemm, dtype))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -93,10 +92,10 @@ class _LinearCall(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, more: Any) -> Any:
-        activation, precision, gemm, dtype, weight_cast = more
+        activation, precision, gemm, dtype = more
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         wide = widens(dtype, weight)
-        operands = cast(x, dtype), weight_cast
+        operands = cast(x, dtype), cast(weight, dtype)
         ctx.connected = operands[0] is x and operands[1] is weight
         x, weight = operands
         y, saved = of_arrays(x, weight, bias, activation, precision=precision, gemm=gemm, return_saved=True)
