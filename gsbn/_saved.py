@@ -34,8 +34,8 @@ class Saved(NamedTuple):
         float16 deviations are divided, per feature, by a power of two near the standard deviation, so that none
         overflows or underflows. With up to 16 rows (in a ghost batch) 16-bit dtypes use float64: with so few rows,
         normalisation cancels most of the values, and 16 bits would lose the rest.
-        (B, 0) on a Hopper GPU for many short rows in 16 bits: the backward then computes g again from x and weight,
-        which takes less time than to store and read it, and rounds nothing.
+        Shape (B, 0) on a Hopper GPU for many short rows in 16 bits: the backward then computes g again from x and
+        weight, which takes less time than storing and reading the deviations, and does not round them.
         On a GPU in inference: g in float32 (float64 for float64). Rows are padded to 16 bytes: P >= O.
         On the CPU: float32 (float64 for float64 and up to 16 rows), P = O; in inference g minus a constant per feature
         or, with an activation, g itself.

@@ -83,7 +83,7 @@ def backward(
         names.
     ValueError
         dy has the wrong shape or device. `needs` has an unknown name. The `gemm` of the forward does not support this
-        backward. `sms` is too small for a backward without deviations of the forward; the message gives the least.
+        backward. `sms` is too small for a backward that computes g again; the message gives the least.
     RuntimeError
         A torch tensor requires grad while grad mode is on: gsbn is outside autograd. A torch x or weight was changed
         in place since the forward. The group is closed or has failed.

@@ -108,8 +108,8 @@ class Case:
         """The fewest bytes that can be read and written.
 
         A forward reads x, weight, vectors and running statistics once; it writes y, and in training the statistics. A
-        backward reads x, weight, dy and what the forward saved, and writes the gradients. A step has as many bytes as
-        a backward: it also writes y, but need not save anything.
+        backward reads x, weight, dy and the deviations, and writes the gradients. A step has as many bytes as a
+        backward: it also writes y, but need not save anything. A backward that computes g again reads no deviations.
         """
         b, i, o = self.shape
         if self.direction != "forward":
