@@ -126,13 +126,13 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         RematTile::take<true>(dg, dg + X_AT, weight, [&](int block, int h, unsigned two, float g0, float g1) {
             const OfFeature& f = of_feature[block][h];
             const G* const by = stored + RematTile::feature(block, h);
-            const float2 of_dy = unpack_as<OF_T>(two);
+            const float2 of_rows = unpack_as<OF_T>(two);
             const auto dg_of = [&](float of_row, float g) {
                 const float d = f.deviation(g), u = f.before_y(of_row, d);
                 const float mean = by[DG_MEAN * FEATURES], mean_low = by[DG_MEAN_LOW * FEATURES];
                 return by[DG_A * FEATURES] * fmaf(-by[DG_RATE * FEATURES], d, (u - mean) - mean_low);
             };
-            return pack_as<OF_T>(dg_of(of_dy.x, g0), dg_of(of_dy.y, g1));
+            return pack_as<OF_T>(dg_of(of_rows.x, g0), dg_of(of_rows.y, g1));
         });
         if (left < ROWS) {  // absent rows have d = -mean: dg may be infinite, and their x of zero would make it NaN
             team_sync(team);

@@ -59,14 +59,14 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         uint4* tile = pipeline + stage * TILE;
         float of_tile[RematTile::BLOCKS][2][SUMS] = {};
         RematTile::take<false>(tile, tile + X_AT, weight, [&](int block, int h, unsigned two, float g0, float g1) {
-            const float2 of_dy = unpack_as<OF_T>(two);
+            const float2 of_rows = unpack_as<OF_T>(two);
             const auto add = [&](float of_row, float g) {
                 const float d = of[block][h].deviation(g), u = of[block][h].before_y(of_row, d);
                 of_tile[block][h][0] += u;
                 of_tile[block][h][1] = fmaf(u, d, of_tile[block][h][1]);
             };
-            add(of_dy.x, g0);
-            add(of_dy.y, g1);
+            add(of_rows.x, g0);
+            add(of_rows.y, g1);
             return 0u;
         });
 #pragma unroll

@@ -250,9 +250,8 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
         "weight": ((features, inputs), dy.dtype),
     }
     vectors = views["vectors"]
-    remat = _has_rows(vectors, _plan.REMAT_ROWS)
-    more = (rows for rows in (_plan.REMAT_ROWS, _plan.RENORM_ROWS) if _has_rows(vectors, rows))
-    constants = next(more, _plan.SAVED_ROWS)
+    remat, renorm = (_has_rows(vectors, number) for number in (_plan.REMAT_ROWS, _plan.RENORM_ROWS))
+    constants = _plan.REMAT_ROWS if remat else _plan.RENORM_ROWS if renorm else _plan.SAVED_ROWS
     if remat and (x is None or weight is None):
         raise RuntimeError("saved x and weight: expected both, as the forward kept no deviations")
     of_vectors: tuple[int, ...] = (constants, features)

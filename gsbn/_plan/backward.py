@@ -185,8 +185,7 @@ class _Backward:
         passes = cut_passes(
             self.flat._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
             may_transpose=may_transpose, transposed=dg and ld_transposed > 0, activation=asked.activation, where=where,
-            identity=asked.identity, renorm=asked.renorm, ghosts=asked.groups > 1,
-            remat=remat,
+            identity=asked.identity, renorm=asked.renorm, ghosts=asked.groups > 1, remat=remat,
         )  # fmt: skip
         of_few = deviations_dtype(dtype, self.flat.m, training=training) != dtype
         if remat is None and ("weight" not in needs or passes.fused or of_few):

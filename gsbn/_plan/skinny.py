@@ -172,13 +172,12 @@ def serves_skinny_backward(dtype: str, m: int, n: int, k: int, asked: bool = Fal
 
     If `asked` for, it need not be fastest. The layout of the operands is not considered.
     """
-    size = _skinny_backward_size(dtype, n, k)
+    size = _with_room(skinny_backward_sizes(dtype), n, k)
     return size is not None and m >= (SKINNY_LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
 
 
-def _skinny_backward_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | None:
-    """Return the first of `skinny_backward_sizes` with room for n features and k input features, or None."""
-    sizes = skinny_backward_sizes(dtype)
+def _with_room(sizes: list[tuple[int, int, int]], n: int, k: int) -> tuple[int, int, int] | None:
+    """Return the first of these sizes (`skinny_backward_sizes`) with room for n features and k input features."""
     return next((size for size in sizes if n <= size[0] * size[2] and k <= size[1]), None)
 
 
@@ -201,17 +200,12 @@ def rematerializes(p: Matmul) -> bool:
     free = limits.remat is None and limits.skinny is None
     if not (free or limits.remat) or not device.hopper or device.limited or m > INT32_MAX:
         return False
-    size = _remat_size(dtype, n, k)
+    size = _with_room(remat_sizes(dtype), n, k)
     if size is None or not device.clusters(size[2]) or n > SUMS_FEATURES * device.sms:
         return False
     if not on_words(x, k, ITEMSIZE[dtype]) or w.strides[1] != 1:
         return False
     return bool(limits.remat) or (k <= 2 * n and serves_skinny_backward(dtype, m, n, k))
-
-
-def _remat_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | None:
-    """Return the first of `remat_sizes` with room for n features and k input features, or None."""
-    return next((s for s in remat_sizes(dtype) if n <= s[0] * s[2] and k <= s[1]), None)
 
 
 def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward | None:
@@ -223,7 +217,7 @@ def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward 
     size = ITEMSIZE[dtype]
     allowed = device.hopper and limits.skinny is not False and m <= INT32_MAX
     rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1
-    found = _skinny_backward_size(dtype, n, k)
+    found = _with_room(skinny_backward_sizes(dtype), n, k)
     if not allowed or not rows_on_words or not found or not serves_skinny_backward(dtype, m, n, k, bool(limits.skinny)):
         return None
     features, inputs, cluster = found
@@ -240,7 +234,7 @@ def remat_backward(p: Matmul, activation: Any) -> tuple[SkinnyBackward, Sums]:
     Raises a ValueError that names `sms` if the CTAs cannot all run at once.
     """
     m, n, k, dtype, device, *_ = p
-    found = _remat_size(dtype, n, k)
+    found = _with_room(remat_sizes(dtype), n, k)
     assert found is not None
     features, inputs, cluster = found
     of_sums = min(features, SUMS_FEATURES)

@@ -10,7 +10,8 @@ from torch import is_grad_enabled
 
 from .._arrays.kinds import Kind, kind_of
 from .._backward import How
-from .._saved import VECTOR_PARAMETERS
+from .._plan.skinny import serves_skinny_backward
+from .._saved import VECTOR_PARAMETERS, Saved
 
 transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 # Tells whether autograd keeps the graph for another backward; True if torch cannot tell.
@@ -66,6 +67,19 @@ def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     if how.training and own and deviations.dtype is dy.dtype and not keeps_graph():
         return how._replace(in_place=True)
     return how
+
+
+def operands(saved: Saved, needs_x: bool, needs_weight: bool) -> tuple[Any, Any]:
+    """Return x and weight, each None if no backward reads it: a cast is then freed, and the original may change.
+
+    A backward on the CPU reads both, and so does one that computes g again because no deviations are saved. Any other
+    reads x only for dweight, but second derivatives and batched gradients also read it, to compute the call again.
+    """
+    x, weight = saved.x, saved.weight
+    if not x.is_cuda or saved.deviations.numel() == 0:
+        return x, weight
+    reads_weight = serves_skinny_backward(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
+    return x if needs_x or needs_weight else None, weight if needs_x or reads_weight else None
 
 
 def shaped(new: Any, shape: Any) -> Any:

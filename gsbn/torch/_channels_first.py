@@ -19,9 +19,19 @@ from .._forward.channels_first import FORWARD_CHANNELS_FIRST
 from .._forward.operation import WHOLE_BATCH
 from .._host.run import call, run
 from .._plan import LEAST_LENGTH, channels_first_obstacle
-from .._plan.skinny import serves_skinny_backward
 from ._again import Given, gradients_again
-from ._autograd import cast, drop_given, goes_again, in_place, is_watched, kind_of_tensor, needed_of, shaped, widens
+from ._autograd import (
+    cast,
+    drop_given,
+    goes_again,
+    in_place,
+    is_watched,
+    kind_of_tensor,
+    needed_of,
+    operands,
+    shaped,
+    widens,
+)
 from ._transpose import rows_of, transpose
 
 IN_PLACE, COPIES = "in place", "copies"  # x and y as they are; or transposed, by a launch each
@@ -145,11 +155,10 @@ class _ChannelsFirst(Function):
         x, weight = cast(x, dtype), cast(weight, dtype)
         y, saved = _forward(x, weight, (bias, gamma, beta), *of_call, saves=True)
         ctx.how, ctx.of_x = How.of(saved, (), wide=wide), x.shape
-        sizes = x.shape[0], *weight.shape
-        # dx needs x only to compute the call again
-        reads = ctx.way == COPIES and serves_skinny_backward(str(weight.dtype).removeprefix("torch."), *sizes)
-        remat = saved.deviations.numel() == 0  # the backward computes g again
-        kept = x if needs_x or needs_weight or remat else None, weight if needs_x or reads or remat else None
+        if ctx.way == COPIES:
+            kept = operands(saved._replace(x=x, weight=weight), needs_x, needs_weight)
+        else:  # dx needs x only to compute the call again
+            kept = x if needs_x or needs_weight else None, weight if needs_x else None
         ctx.save_for_backward(*kept, saved.deviations, saved.vectors)
         ctx.at = saved.deviations.data_ptr()
         return y

@@ -33,6 +33,7 @@ from ._autograd import (
     keeps_graph,
     kind_of_tensor,
     needed_of,
+    operands,
     transforms,
     widens,
 )
@@ -272,7 +273,7 @@ class _Whole(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, more: Any) -> Any:
         y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, *more)
-        ctx.save_for_backward(*_operands(saved, *ctx.needs_input_grad[:2]), saved.deviations, saved.vectors)
+        ctx.save_for_backward(*operands(saved, *ctx.needs_input_grad[:2]), saved.deviations, saved.vectors)
         ctx.at = saved.deviations.data_ptr()
         ctx.given = Given.of((weight, bias, scale, gamma, beta), more[1][2], connected=saved.x is x)
         return y
@@ -299,7 +300,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
         y, saved, how = _forward(x, weight, *vectors, *more)
         given = Given.of((weight, *vectors), more[1][2], connected=saved.x is x)
-        x, weight = _operands(saved, *ctx.needs_input_grad[:2])
+        x, weight = operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
         ctx.cast = weight if how.wide else None  # a cast weight that only gsbn holds
         ctx.how, ctx.given = how, given
@@ -390,19 +391,6 @@ def _forward(
     x, weight = cast(x, dtype), cast(weight, dtype)
     y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None, None), options)
     return y, saved, How.of(saved, (), wide=wide)
-
-
-def _operands(saved: Saved, needs_x: bool, needs_weight: bool) -> tuple[Any, Any]:
-    """Return x and weight, each None if no backward reads it: a cast is then freed, and the original may change.
-
-    A backward on the CPU reads both, and so does one that computes g again because no deviations are saved. Any other
-    reads x only for dweight, but second derivatives and batched gradients also read it, to compute the call again.
-    """
-    x, weight = saved.x, saved.weight
-    if not x.is_cuda or saved.deviations.numel() == 0:
-        return x, weight
-    reads_weight = serves_skinny_backward(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
-    return x if needs_x or needs_weight else None, weight if needs_x or reads_weight else None
 
 
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
