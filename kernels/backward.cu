@@ -63,9 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const int inside = place.inside<VEC>();
 
         const int count = inside > 0 && dg != nullptr ? count_every(height, at_once.row, at_once.rows) : 0;
-        const Walk<STAGES, BackwardRows> rows(
+        Walk<STAGES, BackwardRows> rows(
             count, BackwardRows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows, place,
                                 inside, pipeline));
+        const BeforeY before(p, saved, col, inside);
         const long long own = col0 + threadIdx.x;  // the column whose sums this thread will get
         if (p.splits > 0) {
             if (threadIdx.x < at_once.columns && own < p.n)
@@ -82,12 +83,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (dg == nullptr) return;
         __syncthreads();
 
-        const BeforeY before(p, saved, col, inside);
         const Coefficients of(before, &stored[0][0], COLUMNS, at_once.column, p, saved, col, inside);
-        T* const first_dg = dg + (end - 1 - at_once.row) * p.lddg + place.at(p.lddg);
-        const auto write = [&](int i, const Row& row) {
+        T* to = dg + (end - 1 - at_once.row) * p.lddg + place.at(p.lddg);
+        const long long dg_step = at_once.rows * p.lddg;
+        const auto write = [&](int, const Row& row) {
             const Vector<T, VEC> out = of.dg(row);
-            store_dg(first_dg - i * at_once.rows * p.lddg, out, inside);
+            store_dg(to, out, inside);
+            to -= dg_step;
             return out;
         };
         if constexpr (TRANSPOSED) {

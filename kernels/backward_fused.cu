@@ -16,18 +16,17 @@
 // Bytes moved: dy and d are read once and dg is written once, the minimum. Rows that did not fit into the pipelines are
 // read once more, from L2.
 #include "backward/columns.cuh"
-#include "common/cluster_columns.cuh"
 
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 
 struct Shared {
     uint4 pipeline[STAGES * WORDS * THREADS];
-    Totals<THREADS, VEC, SUMS> totals;
+    BackwardTotals::Memory totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
     ClusterTotals<WIDEST, true, SUMS / 2, FLOAT64> of_cluster;
 };
-// Read by gsbn/_plan/variants.py: the pipelines, the sums in float64, the coefficients, the sums of the cluster.
-constexpr int TOTALS_BYTES = SUMS * 8 * (VEC * (THREADS / 2 + 16 / VEC) + THREADS);
+// Read by gsbn/_plan/variants.py: the pipelines, the sums of threads, the coefficients, the sums of the cluster.
+constexpr int TOTALS_BYTES = 2 * VEC * sizeof(G) * THREADS;
 constexpr int CLUSTER_BYTES = 8 * SUMS * (CLUSTER == 1 ? 1 : CLUSTER * WIDEST) + 16;
 constexpr int SHARED_BYTES =
     (16 * STAGES * WORDS * THREADS + TOTALS_BYTES + DG_ROWS * WIDEST * sizeof(G) + CLUSTER_BYTES + 63) / 64 * 64;
@@ -49,8 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         const Column place(p, col);
         const int inside = place.inside<VEC>();
         const int count = inside > 0 ? count_every(int(p.m), first_row, step) : 0;
-        const Walk<STAGES, BackwardRows> rows(count,
-                                              BackwardRows(p, dy, d, first_row, step, place, inside, memory.pipeline));
+        Walk<STAGES, BackwardRows> rows(count, BackwardRows(p, dy, d, first_row, step, place, inside, memory.pipeline));
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // the column whose sums this thread gets
         const long long c = col0 + column;
@@ -60,10 +58,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
 
-        double sums[SUMS][VEC] = {};
-        add_rows<false>(rows, centre, before, sums);
+        BackwardTotals totals(memory.totals, int(p.row_threads));
+        add_rows<false>(rows, count_every(int(p.m), rank * at_once.rows, step), centre, before, totals);
         ColumnSums all;
-        total(memory.totals, int(p.row_threads), sums, all.of);
+        totals.of_column(column, all.of);
         memory.of_cluster.add(rank, column, part == 0, all.of);
         if (of.c < p.n) {
             Projection by(double(p.m), of, all.of);
@@ -85,8 +83,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         __syncthreads();
 
         const Coefficients make(before, &memory.coefficients[0][0], WIDEST, at_once.column, p, saved, col, inside);
-        T* const first_dg = dg + first_row * p.lddg + place.at(p.lddg);
-        rows.up([&](int i, const Row& row) { store_dg(first_dg + i * step * p.lddg, make.dg(row), inside); });
+        const long long dg_step = step * p.lddg;
+        T* to = dg + first_row * p.lddg + place.at(p.lddg) + count * dg_step;
+        rows.up([&](int, const Row& row) {
+            to -= dg_step;
+            store_dg(to, make.dg(row), inside);
+        });
     };
     if constexpr (CLUSTER == 1)
         for_each_item(at_once.blocks(p.n), work);

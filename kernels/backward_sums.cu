@@ -14,22 +14,29 @@
 //
 // Bytes moved: dy and d are read once, the minimum; at (16384, 4096) in bfloat16 268 MB.
 #include "backward/columns.cuh"
-#include "common/cluster_columns.cuh"
+
+struct Shared {
+    uint4 pipeline[STAGES * WORDS * THREADS];
+    BackwardTotals::Memory totals;
+    ClusterTotals<LANES * VEC, false, SUMS / 2, FLOAT64> of_cluster;
+};
+// Read by gsbn/_plan/variants.py.
+constexpr int CLUSTER_BYTES = 16 + 8 * SUMS * (CLUSTER == 1 ? 1 : LANES * VEC);
+constexpr int SHARED_BYTES =
+    (16 * STAGES * WORDS * THREADS + 2 * VEC * sizeof(G) * THREADS + CLUSTER_BYTES + 63) / 64 * 64;
+static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
     backward_sums(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
                   char* workspace, unsigned* zeros) {
     await_kernel_ahead();
     clear(zeros, p.words);
-    __shared__ alignas(16) union {
-        uint4 pipeline[STAGES * WORDS * THREADS];
-        double sums[2][VEC][THREADS];  // two of the SUMS at a time; neighbouring threads have adjacent words
-    } memory;
-    __shared__ ClusterTotals<LANES * VEC, false, SUMS / 2, FLOAT64> of_cluster;
+    extern __shared__ uint4 dynamic[];
+    Shared& memory = *reinterpret_cast<Shared*>(dynamic);
 
     const Places<THREADS, VEC> at_once(p.row_threads);
     const int rank = rank_in_cluster();
-    of_cluster.begin(rank, at_once.columns);
+    memory.of_cluster.begin(rank, at_once.columns);
     const unsigned splits = unsigned(p.splits), ctas = splits * CLUSTER;  // CTAs of a block of columns
     const auto work = [&](unsigned item) {
         const long long block = item / ctas, split = item % ctas / CLUSTER;
@@ -41,37 +48,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
         const int inside = place.inside<VEC>();
 
         const int count = inside > 0 ? count_every(height, at_once.row, at_once.rows) : 0;
-        const Walk<STAGES, BackwardRows> rows(
+        Walk<STAGES, BackwardRows> rows(
             count, BackwardRows(p, dy, d, begin + at_once.row, at_once.rows, place, inside, memory.pipeline));
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
-        double sums[SUMS][VEC] = {};
-        add_rows<true>(rows, centre, BeforeY(p, saved, col, inside), sums);
+        BackwardTotals totals(memory.totals, int(p.row_threads));
+        add_rows<true>(rows, count_every(height, 0, at_once.rows), centre, BeforeY(p, saved, col, inside), totals);
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // from here on a thread has one column
         const long long c = block * at_once.columns + column;
         ColumnSums all;
-#pragma unroll
-        for (int pair = 0; pair < SUMS; pair += 2) {
-            __syncthreads();  // all rows, or the two sums before, have been read: the memory is free
-#pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                memory.sums[0][j][threadIdx.x] = sums[pair][j];
-                memory.sums[1][j][threadIdx.x] = sums[pair + 1][j];
-            }
-            __syncthreads();
-            if (part == 0) {
-                const int row_threads = at_once.columns / VEC, j = column % VEC;
-                LongSum<FLOAT64> first, second;
-#pragma unroll 8
-                for (int i = column / VEC; i < at_once.rows * row_threads; i += row_threads) {
-                    first.add(memory.sums[0][j][i]);
-                    second.add(memory.sums[1][j][i]);
-                }
-                all.of[pair] = first.total();
-                all.of[pair + 1] = second.total();
-            }
-        }
-        of_cluster.add(rank, column, part == 0, all.of);
+        totals.of_column(column, all.of);
+        memory.of_cluster.add(rank, column, part == 0, all.of);
         if (part > 0 || c >= p.n || column % CLUSTER != rank) return;
         double* partials = reinterpret_cast<double*>(workspace) + split * SUMS * p.n + c;
 #pragma unroll

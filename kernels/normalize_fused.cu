@@ -22,22 +22,30 @@ enum : int { OF_SLOPE = AFFINE_ROWS, OF_INVERSE_UNIT, CONSTANT_ROWS };
 
 // A thread's rows of g: first, first + step, ... (Walk).
 struct RowsOfG {
-    const G* g;
+    const G* g;  // of the next row to copy
     long long step;
     uint4* pipeline;  // [stage][THREADS]
     int inside;       // columns
 
-    __device__ __forceinline__ void copy(int i, int stage) const {
-        copy_async(pipeline + stage * THREADS, g + i * step, inside * int(sizeof(G)));
+    __device__ __forceinline__ void copy(int stage) {
+        if (inside == VEC)
+            copy_async(pipeline + stage * THREADS, g);
+        else
+            copy_async(pipeline + stage * THREADS, g, inside * int(sizeof(G)));
+        g += step;
     }
-    __device__ __forceinline__ Vector<G, VEC> read(int, int stage) const {
+    __device__ __forceinline__ void turn(int rows) {
+        g -= rows * step;
+        step = -step;
+    }
+    __device__ __forceinline__ Vector<G, VEC> read(int stage) const {
         return *reinterpret_cast<const Vector<G, VEC>*>(pipeline + stage * THREADS);
     }
 };
 
 struct Shared {
     uint4 pipeline[STAGES * THREADS];
-    Totals<THREADS, VEC> totals;
+    Totals<THREADS, VEC, 2, double>::Memory totals;
     double arguments[Arguments::COUNT][WIDEST];
     alignas(16) G constants[CONSTANT_ROWS][WIDEST];
     alignas(16) G pivot[WIDEST];
@@ -69,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const int inside = place.inside<VEC>();
         const int count = inside > 0 ? count_every(int(p.m), at_once.row, at_once.rows) : 0;
         const G* first_g = g + at_once.row * p.ldg + place.at(p.ldg);
-        const Walk<STAGES, RowsOfG> rows(count,
-                                         RowsOfG{first_g, at_once.rows * p.ldg, memory.pipeline + threadIdx.x, inside});
+        Walk<STAGES, RowsOfG> rows(count,
+                                   RowsOfG{first_g, at_once.rows * p.ldg, memory.pipeline + threadIdx.x, inside});
         Vector<G, VEC> pivot = near_first(g + place.at(p.ldg), p.ldg, p.m, inside);
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // the column whose sums this thread gets
@@ -96,7 +104,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             if (at_once.row == 0)
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) memory.pivot[at_once.column + j] = pivot.at[j];
-            total(memory.totals, int(p.row_threads), sums, of_column);
+            Totals<THREADS, VEC, 2, double> totals(memory.totals, int(p.row_threads));
+            totals.add(sums);
+            totals.of_column(column, of_column);
             const double about = memory.pivot[column];
             moments = Moments(about, of_column[0], of_column[1], m);
             if (sizeof(G) == 4 || again || !__syncthreads_or(c < p.n && moments.far(about, m))) break;
@@ -137,9 +147,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                                   p.y_col,
                                   inside,
                                   inside == VEC && p.flags & FLAG_VECTOR_Y};
-        rows.up([&](int i, const Vector<G, VEC>& in) {
-            const long long row = at_once.row + i * at_once.rows;
-            normalize(in, y + row * p.y_row + place.at(p.y_row, p.y_col), deviations + row * p.ldg + place.at(p.ldg));
+        const long long end = at_once.row + count * at_once.rows;  // a step beyond this thread's last row
+        Y* to = y + end * p.y_row + place.at(p.y_row, p.y_col);
+        D* deviations_at = deviations + end * p.ldg + place.at(p.ldg);
+        rows.up([&](int, const Vector<G, VEC>& in) {
+            to -= at_once.rows * p.y_row;
+            deviations_at -= at_once.rows * p.ldg;
+            normalize(in, to, deviations_at);
         });
     });
 }

@@ -343,7 +343,7 @@ def backward_kernels(
     dg, *others = (Kernel(name, "backward", defines) for name in names)
     sums = _in_clusters(Kernel("backward_sums", "backward_sums", defines), sharing)
     fused = _in_clusters(Kernel("backward_fused", "backward_fused", defines), cluster)
-    fused = fused._replace(shared=Constants("backward_fused.cu", dict(fused.defines))["SHARED_BYTES"])
+    sums, fused = (k._replace(shared=Constants(f"{k.file}.cu", dict(k.defines))["SHARED_BYTES"]) for k in (sums, fused))
     if transposed:
         dg = dg._replace(defines=(*defines, ("TRANSPOSED", "true")))
         dg = dg._replace(shared=Constants("backward.cu", dict(dg.defines))["TILE_BYTES"])

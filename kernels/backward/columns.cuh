@@ -2,6 +2,7 @@
 // kernels.
 #pragma once
 #include "backward/rows.cuh"
+#include "common/cluster_columns.cuh"
 #include "common/ranks.cuh"
 
 constexpr int GROUP = 16;
@@ -44,8 +45,8 @@ struct BeforeY {
             for (int j = 0; j < VEC; ++j)
                 if (j < inside) {
                     const double* at = saved_of(p, saved, col) + col + j;
-                    slope.at[j] = G(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * saved_pitch(p)]);
-                    offset.at[j] = G(at[SAVED_OFFSET * saved_pitch(p)]);
+                    slope.at[j] = narrow<G>(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * saved_pitch(p)]);
+                    offset.at[j] = narrow<G>(at[SAVED_OFFSET * saved_pitch(p)]);
                     if (!TRAINING) {
                         const HighLow<G> parts(at[SAVED_MEAN * p.n]);
                         mean.at[j] = parts.high;
@@ -64,18 +65,19 @@ struct BeforeY {
     }
 };
 
-// Adds up VEC columns over all rows. LONG: see Walk.
+using BackwardTotals = Totals<THREADS, VEC, SUMS, G, FLOAT64>;
+
+// Adds up VEC columns over all rows of a CTA. `most` is the largest number of rows of a thread. LONG: see Walk.
 template <bool LONG>
-__device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows, const G (&centre)[VEC],
-                                         const BeforeY& before, double (&sums)[SUMS][VEC]) {
-    double low[SUMS][VEC] = {};  // the rounding errors of the sums
+__device__ __forceinline__ void add_rows(Walk<STAGES, BackwardRows>& rows, int most, const G (&centre)[VEC],
+                                         const BeforeY& before, BackwardTotals& totals) {
 #pragma unroll 1
-    for (int first = 0; first < rows.count; first += GROUP) {
+    for (int first = 0; first < most; first += GROUP) {
         Sum sums_of[SUMS][VEC];
         rows.template down<LONG>(first, min(first + GROUP, rows.count), [&](int, const Row& row) {
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
-                const G d = to_float(row.d.at[j]), u = before.gradient(j, to_float(row.dy.at[j]), d);
+                const G d = widened(row.d, j), u = before.gradient(j, widened(row.dy, j), d);
                 sums_of[0][j].add(u);
                 sums_of[1][j].add_product(u, TRAINING ? d : d - centre[j]);
                 if constexpr (ROUNDED) {
@@ -84,21 +86,13 @@ __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows,
                 }
             }
         });
+        G sums[SUMS][VEC];
 #pragma unroll
         for (int i = 0; i < SUMS; ++i)
 #pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                const double previous = sums[i][j], v = double(sums_of[i][j].high) + sums_of[i][j].low;
-                sums[i][j] += v;
-                if constexpr (FLOAT64) low[i][j] += rest_of_sum(previous, v, sums[i][j]);
-            }
+            for (int j = 0; j < VEC; ++j) sums[i][j] = sums_of[i][j].total();
+        totals.add(sums);
     }
-    if constexpr (FLOAT64)
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i)
-#pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (isfinite(sums[i][j])) sums[i][j] += low[i][j];
 }
 
 // Loads the centres that are subtracted from VEC columns of d. In training, and without a norm, there are none.
@@ -331,14 +325,14 @@ struct Coefficients {
     }
 
     __device__ Vector<T, VEC> dg(const Row& row) const {
-        Vector<T, VEC> out;
+        Vector<G, VEC> wide;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            const G d = to_float(row.d.at[j]), u = before.gradient(j, to_float(row.dy.at[j]), d);
+            const G d = widened(row.d, j), u = before.gradient(j, widened(row.dy, j), d);
             const G centred = TRAINING ? fma(-rate.at[j], d, (u - mean.at[j]) - mean_low.at[j]) : u;
-            from_float(a.at[j] * centred, out.at[j]);
+            wide.at[j] = a.at[j] * centred;
         }
-        return out;
+        return narrowed<T>(wide);
     }
 };
 

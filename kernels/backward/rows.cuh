@@ -72,45 +72,63 @@ struct Row {
 
 // A thread's rows of dy and d: first, first + step, ... (Walk).
 struct BackwardRows {
-    const T* dy;
-    const D* d;  // may be null
+    const T* dy;  // of the next row to copy
+    const D* d;   // the same; it may be null
     long long dy_step, d_step;
     uint4* pipeline;  // [stage][WORDS][THREADS]
     int inside;       // columns that exist
     bool vector_dy;
+    bool whole;  // all columns exist, and all words are copied as they are
 
     __device__ BackwardRows(const BackwardProblem& p, const T* dy, const D* d, long long first, long long step,
                             const Column& place, int inside, uint4* memory)
         : dy(dy + first * p.dy_row + place.at(p.dy_row, p.dy_col)),
           d(d == nullptr ? d : d + first * p.ldd + place.at(p.ldd)),
           dy_step(step * p.dy_row),
-          d_step(step * p.ldd),
+          d_step(d == nullptr ? 0 : step * p.ldd),
           pipeline(memory + threadIdx.x),
           inside(inside),
-          vector_dy(p.vector_dy) {}
-    __device__ __forceinline__ void copy(int i, int stage) const {
+          vector_dy(p.vector_dy),
+          whole(p.vector_dy && d != nullptr && inside == VEC) {}
+    __device__ __forceinline__ void copy(int stage) {
         uint4* to = pipeline + stage * WORDS * THREADS;
-        if (vector_dy) copy_async(to, dy + i * dy_step, inside * int(sizeof(T)));
-        if (d == nullptr) return;
+        if (whole) {
+            copy_async(to, dy);
+#pragma unroll
+            for (int j = 1; j < WORDS; ++j) copy_async(to + j * THREADS, d + (j - 1) * 16 / sizeof(D));
+        } else {
+            copy_part(to);
+        }
+        dy += dy_step;
+        d += d_step;
+    }
+    __device__ __forceinline__ void copy_part(uint4* to) const {
+        if (vector_dy) {
+            copy_async(to, dy, inside * int(sizeof(T)));
+        } else {  // columns of stride 0: one value for all columns
+            Vector<T, VEC> all;
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) all.at[j] = *dy;
+            *to = *reinterpret_cast<const uint4*>(&all);
+        }
 #pragma unroll
         for (int j = 1; j < WORDS; ++j) {
             const int left = inside * int(sizeof(D)) - 16 * (j - 1);
-            copy_async(to + j * THREADS, d + i * d_step + (j - 1) * 16 / sizeof(D), max(min(left, 16), 0));
+            copy_async(to + j * THREADS, d + (j - 1) * 16 / sizeof(D), d == nullptr ? 0 : max(min(left, 16), 0));
         }
     }
-    __device__ __forceinline__ Row read(int i, int stage) const {
+    __device__ __forceinline__ void turn(int rows) {
+        dy -= rows * dy_step;
+        d -= rows * d_step;
+        dy_step = -dy_step;
+        d_step = -d_step;
+    }
+    __device__ __forceinline__ Row read(int stage) const {
         const uint4* from = pipeline + stage * WORDS * THREADS;
         Row row;
         *reinterpret_cast<uint4*>(&row.dy) = from[0];
-        if (!vector_dy) {  // columns of stride 0: one value for all columns
-            const T value = dy[i * dy_step];
 #pragma unroll
-            for (int j = 0; j < VEC; ++j) row.dy.at[j] = value;
-        }
-        row.d = {};
-        if (d != nullptr)
-#pragma unroll
-            for (int j = 1; j < WORDS; ++j) reinterpret_cast<uint4*>(&row.d)[j - 1] = from[j * THREADS];
+        for (int j = 1; j < WORDS; ++j) reinterpret_cast<uint4*>(&row.d)[j - 1] = from[j * THREADS];
         return row;
     }
 };

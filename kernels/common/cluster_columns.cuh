@@ -4,52 +4,93 @@
 #include "common/common.cuh"
 #include "common/cluster.cuh"
 
-template <int THREADS, int VEC, int SUMS = 2>
-struct Totals {
-    static constexpr int PAD = 16 / VEC;  // padding that prevents bank conflicts of writers and readers
-    double of_threads[SUMS][VEC][THREADS / 2 + PAD];
-    double of_parts[SUMS][THREADS];
-};
+// The sums of a CTA's columns, in float64. A thread brings sums of its VEC columns (Places), as V. They pass through
+// shared memory, two sums of each column at a time, to the thread that owns a part of a column's sum. So no thread
+// holds SUMS * VEC numbers of float64. The order of the additions depends only on `row_threads` and on how often `add`
+// is called. COMPENSATED: see LongSum.
+template <int THREADS, int VEC, int SUMS, typename V, bool COMPENSATED = false>
+class Totals {
+    static constexpr int EACH = 16 / sizeof(V);   // numbers in a word of 16 bytes
+    static constexpr int WORDS = 2 * VEC / EACH;  // words of a thread that pass at a time
+    static constexpr int MOST =
+        2 * VEC * 32 > THREADS ? 2 * VEC * 32 / THREADS : 1;  // sums that a thread owns of these
 
-// Computes the sums of each column over the CTA. A thread brings the sums of its VEC columns (Places, `row_threads` up
-// to 16), and gets the sums of one column (Sharers). The order of the additions depends only on `row_threads`.
-template <int THREADS, int VEC, int SUMS>
-__device__ __forceinline__ void total(Totals<THREADS, VEC, SUMS>& shared, int row_threads, double (&sums)[SUMS][VEC],
-                                      double (&of_column)[SUMS]) {
-    const int thread = int(threadIdx.x), lane = thread % 32;
+public:
+    struct Memory {
+        uint4 words[WORDS][THREADS];
+    };
+    static_assert(sizeof(Memory) >= SUMS / 2 * MOST * THREADS * sizeof(double), "of_column has the same memory");
+
+    __device__ Totals(Memory& memory, int row_threads) : memory(memory) {
+        const int thread = int(threadIdx.x), shift = 31 - __clz(row_threads * EACH), groups = THREADS >> shift;
+        across = 1 << shift;
+        columns = row_threads * VEC;
+        at = thread & (across - 1);
+        word = (thread >> shift) % WORDS;
+        part = (thread >> shift) / WORDS;
+        parts = max(groups / WORDS, 1);
+        next_word = groups;
+    }
+    // Adds the sums that each thread brings. All threads call this.
+    __device__ __forceinline__ void add(const V (&sums)[SUMS][VEC]) {
 #pragma unroll
-    for (int j = 0; j < VEC; ++j)
+        for (int pair = 0; pair < SUMS / 2; ++pair) {
+            __syncthreads();  // all threads have read what the memory held before
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) {
+                Vector<V, EACH> some;
+#pragma unroll
+                for (int j = 0; j < EACH; ++j) {
+                    const int number = i * EACH + j;
+                    some.at[j] = sums[2 * pair + number / VEC][number % VEC];
+                }
+                memory.words[i][threadIdx.x] = *reinterpret_cast<const uint4*>(&some);
+            }
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < MOST; ++i) {
+                const int from = word + i * next_word;
+                if (from >= WORDS) break;
+                const V* number = reinterpret_cast<const V*>(memory.words[from]) + at;
+#pragma unroll 4
+                for (int j = part * across; j < THREADS * EACH; j += parts * across) {
+                    double wide;
+                    widen(number[j], wide);
+                    own[pair][i].add(wide);
+                }
+            }
+        }
+    }
+    // Returns the sums of one column. All threads call this, after all that they add.
+    __device__ __forceinline__ void of_column(int column, double (&sums)[SUMS]) {
+        double* const totals = reinterpret_cast<double*>(memory.words);  // [SUMS][parts][columns]
+        __syncthreads();
+#pragma unroll
+        for (int pair = 0; pair < SUMS / 2; ++pair)
+#pragma unroll
+            for (int i = 0; i < MOST; ++i) {
+                const int first = (word + i * next_word) * EACH;  // of the 2 VEC numbers of a thread
+                if (first >= 2 * VEC) break;
+                const int sum = 2 * pair + first / VEC, of = at / EACH * VEC + first % VEC + at % EACH;
+                totals[(sum * parts + part) * columns + of] = own[pair][i].total();
+            }
+        __syncthreads();
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) {
-            sums[i][j] += __shfl_xor_sync(~0u, sums[i][j], 16);
-            if (lane < 16) shared.of_threads[i][j][thread / 32 * 16 + lane] = sums[i][j];
-        }
-    __syncthreads();
-    const int columns = row_threads * VEC;
-    const Sharers<THREADS> of(columns);
-    double of_part[SUMS] = {};
-#pragma unroll
-    for (int k = 0; k < VEC / 2; ++k) {
-        const int at = (of.part * (VEC / 2) + k) * row_threads + of.column / VEC;
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) of_part[i] += shared.of_threads[i][of.column % VEC][at];
-    }
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) shared.of_parts[i][thread] = of_part[i];
-    __syncthreads();
-    double high[SUMS] = {}, low[SUMS] = {};  // low: rounding errors of high; there are up to 32 parts
-#pragma unroll 2
-    for (int at = of.column; at < THREADS; at += columns) {
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) {
-            const double v = shared.of_parts[i][at], sum = high[i] + v;
-            low[i] += rest_of_sum(high[i], v, sum);
-            high[i] = sum;
+            LongSum<COMPENSATED> all;
+#pragma unroll 4
+            for (int j = 0; j < parts; ++j) all.add(totals[(i * parts + j) * columns + column]);
+            sums[i] = all.total();
         }
     }
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) of_column[i] = high[i] + (isfinite(high[i]) ? low[i] : 0.0);
-}
+
+private:
+    Memory& memory;
+    int columns, across, at;  // columns of the CTA; numbers of a row that pass at a time in each word; this thread's
+    int word, next_word;      // the words of which this thread owns the sums
+    int part, parts;          // threads that own a part of the same sum
+    LongSum<COMPENSATED> own[SUMS / 2][MOST];
+};
 
 // The sums of up to WIDEST columns over all CTAs of a cluster, PAIRS pairs of sums for each column. An object serves
 // once. With EVERYWHERE each CTA gets the sums of every column; otherwise only CTA column % CLUSTER gets those of a

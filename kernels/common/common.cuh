@@ -32,12 +32,28 @@ __device__ inline void from_float(float v, float& out) { out = v; }
 __device__ inline void from_float(float v, __half& out) { out = __float2half_rn(v); }
 __device__ inline void from_float(float v, __nv_bfloat16& out) { out = __float2bfloat16_rn(v); }
 __device__ inline void from_float(double v, double& out) { out = v; }
+// Two elements, on 4 bytes.
+__device__ inline void from_floats(float u, float v, __half* out) {
+    *reinterpret_cast<__half2*>(out) = __floats2half2_rn(u, v);
+}
+__device__ inline void from_floats(float u, float v, __nv_bfloat16* out) {
+    *reinterpret_cast<__nv_bfloat162*>(out) = __floats2bfloat162_rn(u, v);
+}
 
 // a / d for 0 <= a < 2^31 and d < 2^31, computed from reciprocal = floor(2^62 / d) + 1. A division would take about
 // thirty instructions. The reciprocal exceeds 2^62 / d by at most 1, so the quotient errs by less than 2^-31 before it
 // is truncated.
 __device__ __forceinline__ int quotient(unsigned a, unsigned long long reciprocal) {
     return int(__umul64hi(4ULL * a, reciprocal));
+}
+
+// A float64 number as G, without flushing subnormal numbers to zero, which would take five more instructions.
+template <typename G>
+__device__ __forceinline__ G narrow(double v) {
+    if constexpr (sizeof(G) == 8) return v;
+    float out;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(out) : "d"(v));
+    return out;
 }
 
 // A product that does not flush subnormal numbers to zero. Kernels are compiled with .ftz, which does.
@@ -47,6 +63,7 @@ __device__ __forceinline__ float multiply_no_ftz(float a, float b) {
     return c;
 }
 __device__ __forceinline__ void widen(float v, float& out) { out = v; }
+__device__ __forceinline__ void widen(double v, double& out) { out = v; }
 __device__ __forceinline__ void widen(float v, double& out) { asm("cvt.f64.f32 %0, %1;" : "=d"(out) : "f"(v)); }
 
 // N adjacent elements that move as one access of up to 16 bytes.
@@ -54,6 +71,30 @@ template <typename T, int N>
 struct alignas(sizeof(T) * N) Vector {
     T at[N];
 };
+
+// Element j of a vector. Of two bfloat16 in a word, the compiler would take two instructions for the second.
+template <typename T, int N>
+__device__ __forceinline__ auto widened(const Vector<T, N>& v, int j) {
+    return to_float(v.at[j]);
+}
+template <int N>
+__device__ __forceinline__ float widened(const Vector<__nv_bfloat16, N>& v, int j) {
+    const unsigned word = reinterpret_cast<const unsigned*>(&v)[j / 2];
+    return __uint_as_float(j % 2 ? word & 0xffff0000u : word << 16);
+}
+
+// A vector rounded to T; two elements in one instruction.
+template <typename T, typename G, int N>
+__device__ __forceinline__ Vector<T, N> narrowed(const Vector<G, N>& v) {
+    Vector<T, N> out;
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+        if constexpr (sizeof(T) > 2 || sizeof(G) > 4)
+            from_float(v.at[j], out.at[j]);
+        else if (j % 2 == 0)
+            from_floats(v.at[j], v.at[j + 1], out.at + j);
+    return out;
+}
 
 // Reads a number that another thread may change meanwhile.
 template <typename T>

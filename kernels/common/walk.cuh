@@ -5,9 +5,10 @@
 #pragma once
 #include "common/async_copy.cuh"
 
-// Walks over the `count` rows of a thread; STAGES rows are in flight or in shared memory at once. rows.copy(i, stage)
-// starts the copies of row i, which no other thread reads; rows.read(i, stage) returns row i; take(i, row) is called
-// for one row after the other.
+// Walks over the `count` rows of a thread; STAGES rows are in flight or in shared memory at once. `rows` points at the
+// next row to copy: rows.copy(stage) starts its copies, which no other thread reads, and goes on by a row; rows.turn(n)
+// goes n rows back, and from there on backwards. rows.read(stage) returns a row. take(i, row) is called for one row
+// after the other.
 template <int STAGES, typename Rows>
 struct Walk {
     int count;
@@ -16,37 +17,39 @@ struct Walk {
     __device__ Walk(int count, const Rows& rows) : count(count), rows(rows) {
 #pragma unroll 1
         for (int i = 0; i < STAGES; ++i) {
-            if (i < count) rows.copy(i, i);
+            if (i < count) this->rows.copy(i);
             commit_copies();
         }
     }
     // Takes the rows from `begin`, a multiple of STAGES, to `end`. LONG means that there are many rows; the unrolled
     // loop then hides latency.
     template <bool LONG = false, typename Take>
-    __device__ __forceinline__ void down(int begin, int end, const Take& take) const {
+    __device__ __forceinline__ void down(int begin, int end, const Take& take) {
         int i = begin;
         if (LONG) {
 #pragma unroll 1
             for (; i + STAGES <= end; i += STAGES)
 #pragma unroll
-                for (int stage = 0; stage < STAGES; ++stage) step(i + stage, stage, i + stage + STAGES, take);
+                for (int stage = 0; stage < STAGES; ++stage) step(i + stage, stage, i + stage + STAGES < count, take);
         }
 #pragma unroll 1
-        for (; i < end; ++i) step(i, i % STAGES, i + STAGES, take);
+        for (; i < end; ++i) step(i, unsigned(i) % STAGES, i + STAGES < count, take);
     }
-    // Takes the rows from the last to the first. The last STAGES rows are still in shared memory, where `down` left
-    // them.
+    // Takes the rows from the last to the first, after `down` has taken all. The last STAGES rows are still in shared
+    // memory.
     template <typename Take>
-    __device__ __forceinline__ void up(const Take& take) const {
+    __device__ __forceinline__ void up(const Take& take) {
+        rows.turn(STAGES + 1);
 #pragma unroll 1
-        for (int i = count - 1; i >= 0; --i) step(i, i % STAGES, i - STAGES, take);
+        for (int i = count - 1; i >= 0; --i) step(i, unsigned(i) % STAGES, i >= STAGES, take);
+        rows.turn(STAGES + 1);
     }
 
     template <typename Take>
-    __device__ __forceinline__ void step(int i, int stage, int next, const Take& take) const {
+    __device__ __forceinline__ void step(int i, int stage, bool more, const Take& take) {
         await_copies<STAGES - 1>();
-        take(i, rows.read(i, stage));
-        if (next >= 0 && next < count) rows.copy(next, stage);
+        take(i, rows.read(stage));
+        if (more) rows.copy(stage);
         commit_copies();
     }
 };
