@@ -25,6 +25,7 @@ struct Pieces {
     int inside, inside_x;  // how many of their columns exist
     int at_dy, at_x;       // where they begin in a row; 0 if none exists
     int first, first_x;    // the first of its rows
+    bool whole;            // no piece exists in part
 
     __device__ __forceinline__ Pieces(const BackwardProblem& p, int member, int features)
         : of_dy(member % OF_DY),
@@ -34,7 +35,8 @@ struct Pieces {
           at_dy(inside > 0 ? of_dy * VEC : 0),
           at_x(inside_x > 0 ? of_x * VEC : 0),
           first(member / OF_DY),
-          first_x(member / OF_X) {}
+          first_x(member / OF_X),
+          whole(features % VEC == 0 && p.k % VEC == 0) {}
 };
 
 // Starts the copies of a tile's `left` rows from row0 on, to a stage of a team's pipeline. dy and d begin at the CTA's
@@ -47,8 +49,12 @@ __device__ __forceinline__ void copy_tile(const BackwardProblem& p, const T* dy,
     const T* from_x = x + (row0 + own.first_x) * p.ldx + own.at_x;
     const auto copy_all = [&](bool whole) {
         const auto copy = [&](uint4* at, const T* from, const T* any, int i, int columns) {
-            const bool there = whole || i < left;
-            copy_async(at, there ? from : any, there ? columns * int(sizeof(T)) : 0);
+            if (whole) {
+                copy_async_if(at, from, columns > 0);
+            } else {
+                const bool there = i < left;
+                copy_async(at, there ? from : any, there ? columns * int(sizeof(T)) : 0);
+            }
         };
 #pragma unroll
         for (int i = own.first; i < ROWS; i += STEP, from_dy += STEP * p.dy_row, from_d += STEP * p.ldd) {
@@ -59,7 +65,7 @@ __device__ __forceinline__ void copy_tile(const BackwardProblem& p, const T* dy,
         for (int i = own.first_x; i < ROWS; i += STEP_X, from_x += STEP_X * p.ldx)
             copy(to + X_AT + place(i, own.of_x), from_x, x, i, own.inside_x);
     };
-    if (left == ROWS)
+    if (left == ROWS && own.whole)
         copy_all(true);
     else
         copy_all(false);

@@ -138,26 +138,47 @@ struct ByWgmma {
     static __device__ __forceinline__ int group() { return uniform(threadIdx.x % TEAM / 128); }
 
     static __device__ void load_weight(const BackwardProblem& p, const T* w, int features, T* shared_weight) {
-        constexpr int OF_ROW = INPUTS / VEC;
-        const bool whole = (reinterpret_cast<unsigned long long>(w) | p.ldw * sizeof(T)) % 16 == 0;
-#pragma unroll
-        for (int i = threadIdx.x; i < FEATURES * OF_ROW; i += TEAM * TEAMS) {  // all loads are in flight at once
-            const int f = i / OF_ROW, k = i % OF_ROW * VEC;
-            const int inside = f < features ? int(max(min(p.k - k, 1LL * VEC), 0LL)) : 0;
-            const T* from = w + f * p.ldw + k;
-            Vector<T, VEC> v = {};
-            if (whole && inside == VEC)
-                *reinterpret_cast<uint4*>(&v) = *reinterpret_cast<const uint4*>(from);
-            else
-                for (int h = 0; h < VEC; ++h)
-                    if (h < inside) v.at[h] = from[h];
+        constexpr int OF_ROW = INPUTS / VEC, PIECES = FEATURES * OF_ROW, THREADS_OF_CTA = TEAM * TEAMS;
+        constexpr int AT_ONCE = PIECES / THREADS_OF_CTA < 4 ? 1 : 4;  // pieces of a thread that are in flight
+        struct Piece {
+            int feature, input, inside;
+            __device__ Piece(int i, int features, int k)
+                : feature(i / OF_ROW),
+                  input(i % OF_ROW * VEC),
+                  inside(feature < features ? max(min(k - input, VEC), 0) : 0) {}
+        };
+        const auto put = [&](const Piece& to, const uint4& v) {
+            const unsigned words[] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int h = 0; h < VEC; h += 2) {
+                const int k = to.input, f = to.feature;
                 const int column = PERMUTES ? k / 32 * 32 + h * 4 + k % 32 / 4 : k + h;
-                unsigned* to = reinterpret_cast<unsigned*>(shared_weight + column / 64 * (64 * FEATURES) + f * 64 +
-                                                           ((column / 8 ^ f) & 7) * 8 + column % 8);
-                *to = reinterpret_cast<const unsigned*>(&v)[h / 2];
+                T* at =
+                    shared_weight + column / 64 * (64 * FEATURES) + f * 64 + ((column / 8 ^ f) & 7) * 8 + column % 8;
+                *reinterpret_cast<unsigned*>(at) = words[h / 2];
             }
+        };
+        const bool whole = (reinterpret_cast<unsigned long long>(w) | p.ldw * sizeof(T)) % 16 == 0 && p.k % VEC == 0;
+#pragma unroll 1
+        for (int i = threadIdx.x; whole && i < PIECES; i += AT_ONCE * THREADS_OF_CTA) {
+            uint4 v[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const Piece of(i + j * THREADS_OF_CTA, features, int(p.k));
+                v[j] = {};
+                if (of.inside > 0) v[j] = *reinterpret_cast<const uint4*>(w + of.feature * p.ldw + of.input);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) put(Piece(i + j * THREADS_OF_CTA, features, int(p.k)), v[j]);
+        }
+#pragma unroll 1
+        for (int i = threadIdx.x; !whole && i < PIECES; i += THREADS_OF_CTA) {
+            const Piece of(i, features, int(p.k));
+            Vector<T, VEC> v = {};
+#pragma unroll
+            for (int h = 0; h < VEC; ++h)
+                if (h < of.inside) v.at[h] = w[of.feature * p.ldw + of.input + h];
+            put(of, *reinterpret_cast<const uint4*>(&v));
         }
     }
 

@@ -14,9 +14,10 @@ struct OfFeature {
 
     OfFeature() = default;
     __device__ OfFeature(const double* saved, long long n, long long feature)
-        : mean(float(saved[SAVED_G_MEAN * n + feature])) {
+        : mean(narrow<float>(saved[SAVED_G_MEAN * n + feature])) {
         if constexpr (ACTIVE)
-            slope = float(saved[SAVED_SLOPE * n + feature]), offset = float(saved[SAVED_OFFSET * n + feature]);
+            slope = narrow<float>(saved[SAVED_SLOPE * n + feature]),
+            offset = narrow<float>(saved[SAVED_OFFSET * n + feature]);
     }
     __device__ __forceinline__ float deviation(float g) const { return g - mean; }
     __device__ __forceinline__ float before_y(float dy, float d) const {
