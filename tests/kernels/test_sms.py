@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,24 +32,31 @@ PATHS = vacancy.calls()
 # ---- between launches
 
 
+def assert_seen(expected: Callable[[vacancy.Waited], bool], probe: vacancy.Probe, call: Callable[[], Any]) -> None:
+    """Other processes disturb a measurement now and then; what a call does shows in one of five at least."""
+    for _ in range(5):
+        found = probe.wait(call)
+        enough = len(found.waits) >= 16
+        if enough and expected(found):
+            return
+    if found.shared or not enough:
+        pytest.skip("other processes have the GPU: run this test alone")
+    raise AssertionError(found)
+
+
 @pytest.mark.parametrize("path", sorted(PATHS.keys() - {vacancy.CUBLAS}))
 def test_the_other_sms_stay_free_while_calls_follow_each_other(path: str, probe: vacancy.Probe, hopper: None) -> None:
     """A kernel that needs all of them gets them within a quarter of a call's time: a launch that waited there would
     occupy them for most of it. One time in ten another process may have the GPU."""
-    found = probe.wait(PATHS[path](probe.sms))
-    assert len(found.waits) >= 16
-    assert np.quantile(found.waits, 0.9) < found.call / 4, found
+    assert_seen(lambda found: bool(np.quantile(found.waits, 0.9) < found.call / 4), probe, PATHS[path](probe.sms))
 
 
 def test_launches_that_overlap_hold_the_other_sms(probe: vacancy.Probe, hopper: None) -> None:
     """The test above fails if limited calls are launched like others: CTAs of the next launch wait on the SMs. (Where a
     call has several launches of unlike sizes, they hold them for too short a time to be seen.)"""
     with vacancy.overlapping():
-        found = probe.wait(PATHS["inference in one launch, bfloat16"](probe.sms))
-    assert len(found.waits) >= 16
-    if found.shared:
-        pytest.skip("other processes have the GPU: run this test alone")
-    assert np.quantile(found.waits, 0.9) > found.call / 2, found
+        call = PATHS["inference in one launch, bfloat16"](probe.sms)
+        assert_seen(lambda found: bool(np.quantile(found.waits, 0.9) > found.call / 2), probe, call)
 
 
 # ---- green contexts
