@@ -8,16 +8,19 @@
 //
 // A thread has 16 bytes of a row of g (VEC columns); `row_threads` threads share a row, and a thread has every
 // at_once.rows-th row (Places). Rows come through the thread's own pipeline in shared memory (common/walk.cuh). The
-// thread adds its rows in float64, about a value near the first rows. Several threads then know the moments of a
-// column: one computes the constants of y, another what the backward needs, and a third the running statistics.
+// thread adds its rows in float64, about a value near the first rows; for float64 it adds up the rounding errors, too.
+// Several threads then know the moments of a column: one computes the constants of y, another what the backward needs,
+// and a third the running statistics.
 //
 // Bytes moved: g, y and the deviations once, the minimum. Rows that did not fit into the pipelines come from L2 again.
 #include "normalize/normalized.cuh"
 #include "common/walk.cuh"
 #include "common/cluster_columns.cuh"
 
+constexpr bool FLOAT64 = sizeof(G) == 8;
 constexpr int STAGES = 4;         // rows that a thread has in flight
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
+using ForwardTotals = Totals<THREADS, VEC, 2, double, FLOAT64>;
 enum : int { OF_SLOPE = AFFINE_ROWS, OF_INVERSE_UNIT, CONSTANT_ROWS };
 
 // A thread's rows of g: first, first + step, ... (Walk).
@@ -45,7 +48,7 @@ struct RowsOfG {
 
 struct Shared {
     uint4 pipeline[STAGES * THREADS];
-    Totals<THREADS, VEC, 2, double>::Memory totals;
+    ForwardTotals::Memory totals;
     double arguments[Arguments::COUNT][WIDEST];
     alignas(16) G constants[CONSTANT_ROWS][WIDEST];
     alignas(16) G pivot[WIDEST];
@@ -93,18 +96,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll 1
         for (bool again = false;; again = true) {
             double sums[2][VEC] = {}, of_column[2];  // sums of d and of d^2
+            LongSum<true> long_sums[2][VEC];         // the same for float64, which has no bits to spare
             rows.down(0, count, [&](int, const Vector<G, VEC>& in) {
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
                     const double d = double(in.at[j]) - pivot.at[j];
-                    sums[0][j] += d;
-                    sums[1][j] = fma(d, d, sums[1][j]);
+                    if constexpr (FLOAT64) {
+                        long_sums[0][j].add(d);
+                        long_sums[1][j].add(__dmul_rn(d, d));
+                    } else {
+                        sums[0][j] += d;
+                        sums[1][j] = fma(d, d, sums[1][j]);
+                    }
                 }
             });
+            if constexpr (FLOAT64)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int j = 0; j < VEC; ++j) sums[i][j] = long_sums[i][j].total();
             if (at_once.row == 0)
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) memory.pivot[at_once.column + j] = pivot.at[j];
-            Totals<THREADS, VEC, 2, double> totals(memory.totals, int(p.row_threads));
+            ForwardTotals totals(memory.totals, int(p.row_threads));
             totals.add(sums);
             totals.of_column(column, of_column);
             const double about = memory.pivot[column];
