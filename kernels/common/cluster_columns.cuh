@@ -1,5 +1,4 @@
-// For kernels in which a CTA or, with CLUSTER, a cluster has all rows of its columns: the sums of a column over all
-// threads that have rows of it. No kernels.
+// The sums of columns over the threads of a CTA that have rows of them, and over the CTAs of a cluster. No kernels.
 #pragma once
 #include "common/common.cuh"
 #include "common/cluster.cuh"
