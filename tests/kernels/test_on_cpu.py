@@ -1,0 +1,114 @@
+"""The portable kernels, compiled by g++ and run on the CPU: right on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+from gsbn import reference
+from gsbn._backward import backward_within
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
+from tests.support import on_cpu
+from tests.support.forwards import truth_and_bounds
+from tests.support.gradients import before_relu, draw_dy, gradient_bounds, step, truth_of
+from tests.support.harness import ANY, LAYOUTS, Kind, assert_same_bits, forward, without_out
+from tests.support.strategies import Case
+from tests.support.tolerance import assert_within, norm_error
+
+pytestmark = pytest.mark.skipif(which("g++") is None, reason="g++ compiles the kernels")
+KIND = Kind("on_cpu", on_cpu.put, lambda a: np.array(a, order="C", subok=False))
+WAYS = {"fused": Limits(fused=True), "two passes": Limits(fused=False)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("kernels")
+    on_cpu.write_sources(made)
+    return made
+
+
+@pytest.fixture
+def gpu(folder: Path) -> Iterator[None]:
+    with on_cpu.gpu(folder):
+        yield
+
+
+def assert_right(case: Case, limits: Limits = ANY) -> None:
+    """A forward, one that saves, and the backward stay within their bounds."""
+    arrays, layouts = case.arrays(), dict(case.layouts)
+    got = forward(KIND, arrays, layouts, limits=limits, gemm="tiled", **case.options)
+    truth, bounds = truth_and_bounds(without_out(arrays), **case.options)
+    for name in ("y", "running_mean", "running_var") if case.training else ("y",):
+        assert_within(getattr(got, name), getattr(truth, name), getattr(bounds, name), name)
+    form: dict[str, Any] = {"training": case.training, "eps": case.eps, "renorm": case.renorm, "groups": case.groups}
+    options = form | {"activation": case.activation, "gemm": "tiled", "limits": limits, "forward_limits": limits}
+    dy = draw_dy(arrays)
+    y, gradients = step(KIND, arrays, dy, layouts, **options)
+    dy = dy if case.activation is None else before_relu(dy, y)
+    wanted = truth_of(arrays, dy, **form)
+    allowed = gradient_bounds(arrays, dy, wanted, activation=case.activation, **form)
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            assert_within(gradient, getattr(wanted, name), allowed[name], name)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(300, 24, 37), (70, 40, 136), (8, 20, 24)], ids=str)
+def test_stays_within_the_bounds(shape: tuple[int, int, int], dtype: str, training: bool, way: str) -> None:
+    assert_right(Case(shape, dtype, training, activation="relu"), WAYS[way])
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_ghost_batches_and_batch_renormalisation(dtype: str, way: str) -> None:
+    assert_right(Case((96, 20, 24), dtype, True, groups=3), WAYS[way])
+    assert_right(Case((96, 20, 24), dtype, True, renorm=(1.5, 0.5)), WAYS[way])
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_any_layout(dtype: str, layout: str) -> None:
+    names = ("x", "weight", "dy", "out", "gamma")
+    assert_right(Case((70, 40, 131), dtype, True, layouts=tuple((name, layout) for name in names)))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dy_of_one_column(way: str) -> None:
+    """Columns of stride 0 are read as one value; the bits are those of a whole matrix."""
+    arrays = {name: KIND.put(a) for name, a in without_out(Case((90, 24, 40), "bfloat16", True).arrays()).items()}
+    _, saved = forward_within(WAYS[way], **arrays, training=True, gemm="tiled", return_saved=True)
+    column = KIND.put(draw_dy(arrays)[:, :1])
+    one, whole = as_strided(column, (90, 40), (column.itemsize, 0), subok=True), KIND.put(np.repeat(column, 40, axis=1))
+    for a, b in zip(*(backward_within(WAYS[way], dy, saved) for dy in (one, whole)), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_same_bits(KIND.get(a), KIND.get(b))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("shape", [(300, 40, 70), (1000, 24, 37), (40, 40, 5)], ids=str)
+def test_an_outlying_row_costs_float64_no_digits_of_the_variance(shape: tuple[int, int, int]) -> None:
+    """g and its deviations are integers, and exact. Of the squares, which are not, one is most of the sum: its rounding
+    and those of two quotients and two products are some 0.41 u each, together 1e-16. Where no sum is compensated it is
+    1.7e-16 to 2.3e-16."""
+    (B, I, O), rng = shape, np.random.default_rng(0)
+    x, weight = (rng.integers(-(2**10), 2**10, (n, I)).astype(np.float64) for n in (B, O))
+    x[0] *= 2**11
+    arrays = {"x": x, "weight": weight, "running_mean": np.zeros(O), "running_var": np.ones(O)}
+    wanted = reference.forward(**arrays, training=True, momentum=1.0, dtype=np.longdouble).running_var
+    got = forward(KIND, arrays, limits=WAYS["fused"], gemm="tiled", training=True, momentum=1.0).running_var
+    assert got is not None
+    assert norm_error(got / wanted, np.ones(O, np.longdouble)) < 1.5e-16

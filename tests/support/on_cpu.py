@@ -1,0 +1,160 @@
+"""A GPU that is this machine's CPU: calls of gsbn on its arrays run the portable kernels, compiled by g++.
+
+It is planned for as a Turing GPU, so the products are those of gemm_tiled, and all other kernels are those of every
+GPU. Nothing of Hopper runs: no TMA, no wgmma, no clusters, no cuBLAS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from gsbn import _plan
+from gsbn._arrays.check import View
+from gsbn._cuda import kernels as _kernels
+from gsbn._plan import declared
+from tests.support import fake_gpu
+from tests.support.harness import BAND, DTYPES
+
+TURING = _plan.Device((7, 5), 4)
+ALIGNMENT = 256  # bytes, of memory that a call allocates
+HEADER = Path(__file__).with_suffix(".h")
+# what takes the place of PTX; the rest of it aborts
+PTX = {
+    "cvt.rn.f32.f64": "out = float(v);",
+    "cvt.f64.f32": "out = v;",
+    "mul.rn.f32": "c = a * b;",
+    "st.global.v4.b32": "*reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&v);",
+    "prefetch.global.L1": ";",
+}
+
+
+class Array(np.ndarray):
+    """An array in the memory of this GPU."""
+
+
+def put(a: np.ndarray) -> Array:
+    return a.copy().view(Array)
+
+
+class Kind(fake_gpu.Kind):
+    """How gsbn reads and allocates such arrays. New memory is poisoned, and lies between guard bands."""
+
+    name = "on_cpu"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[tuple[np.ndarray, int, int]] = []  # a block, and where the bytes lie that a call may write
+
+    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        key = tuple(None if a is None else (a.shape, a.strides, a.dtype) for a in arrays)
+        return key, [0 if a is None else self.pointer(a) for a in arrays]
+
+    def pointer(self, array: Any) -> int:
+        return int(array.__array_interface__["data"][0])
+
+    def view(self, array: Any) -> View:
+        name, size = array.dtype.name, array.itemsize
+        return View(self.pointer(array), array.shape, array.strides, name, size, "cuda:0", True)
+
+    def dtype(self, array: Any) -> str:
+        return str(array.dtype.name)
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        of = like.dtype if dtype is None else DTYPES.get(dtype) or np.dtype(dtype)
+        size = int(np.prod(shape)) * of.itemsize
+        block = np.full(size + 2 * BAND + ALIGNMENT, 255, np.uint8)
+        start = BAND + -(self.pointer(block) + BAND) % ALIGNMENT
+        self.blocks.append((block, start, start + size))
+        return block[start : start + size].view(of).reshape(shape).view(Array)
+
+    def scratch(self, nbytes: int, like: Any) -> Callable[[], tuple[Any, int]]:
+        def lend() -> tuple[Any, int]:
+            memory = self.empty((nbytes,), like, "uint8")
+            return memory, self.pointer(memory)
+
+        return lend
+
+    def copy(self, array: Any) -> Any:
+        made = self.empty(array.shape, array)
+        made[...] = array
+        return made
+
+    def assert_bands_hold(self) -> None:
+        for block, start, end in self.blocks:
+            beside = np.delete(block, slice(start, end))
+            assert (beside == 255).all(), f"written beside {end - start} bytes that a call allocated"
+
+
+@cache
+def compiled(kernel: Any, folder: Path) -> Any:
+    """The launch of a kernel, as a function of a shared library."""
+    name = f"{kernel.name}_{abs(hash(kernel)):x}"
+    unit, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    call = 'extern "C" void run(unsigned grid, unsigned threads, const void* record, const unsigned long long* words)'
+    unit.write_text(f'#include "{kernel.file}.cu"\n{call} {{ launch({kernel.name}, grid, threads, record, words); }}\n')
+    # structs of one name differ between variants, so the libraries share no symbols
+    options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"]
+    defines = [f"-D{a}={b}" for a, b in kernel.defines]
+    files = ["-include", str(HEADER), f"-I{folder}", str(unit), "-o", str(library)]
+    done = subprocess.run(["g++", "-shared", "-fPIC", *options, *defines, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library)).run
+
+
+def translate(code: str) -> str:
+    """A source for g++: without PTX, and with shared memory as it declares it."""
+
+    def statement(found: re.Match[str]) -> str:
+        first = found[1].split()[0] if found[1].split() else ""
+        return PTX.get(first, "not_portable();")
+
+    code = re.sub(r'asm\s*(?:volatile)?\s*\(\s*"([^"]*)".*?\);', statement, code, flags=re.DOTALL)
+    code = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", _dynamic, code)
+    return re.sub(r"__shared__ (alignas\((?:[^()]|\([^()]*\))*\))", r"\1 __shared__", code)
+
+
+def _dynamic(found: re.Match[str]) -> str:
+    return f"{found[1]}* const {found[2]} = reinterpret_cast<{found[1]}*>(dynamic_memory);"
+
+
+def write_sources(folder: Path) -> None:
+    for file in declared.KERNEL_DIR.rglob("*.cu*"):
+        to = folder / file.relative_to(declared.KERNEL_DIR)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(translate(file.read_text()))
+    for header in ("cuda_bf16.h", "cuda_fp16.h"):
+        (folder / header).write_text("")
+
+
+@contextlib.contextmanager
+def gpu(folder: Path) -> Iterator[Kind]:
+    """Run calls on `Array`s. `folder` holds the sources (`write_sources`) and what is compiled."""
+
+    def launcher(kernel: Any, device: int, words: tuple[str, ...], *, cooperative: bool = False, limited: bool) -> Any:
+        def launch(grid: int, block: int, values: tuple[int, ...], passed: tuple[int, ...], stream: int) -> None:
+            assert not cooperative
+            (record,) = values
+            compiled(kernel, folder)(grid, block, ctypes.c_void_p(record), (ctypes.c_uint64 * len(passed))(*passed))
+
+        return SimpleNamespace(launch=launch)
+
+    kind = Kind()
+    with (
+        fake_gpu.gpu(TURING) as (_, log),
+        mock.patch.object(_kernels, "launcher", launcher),
+        mock.patch.dict(fake_gpu._interop._kinds, {Array: kind}),
+    ):
+        yield kind
+    assert not log, "cuBLAS was called: choose gemm='tiled'"
+    kind.assert_bands_hold()
