@@ -30,7 +30,7 @@ struct Strip {
     int in_tile, tile_step;
     int count;  // elements within the matrix; they are the first ones
 
-    // The tile begins `first` elements behind the matrix; `rows` and `cols` are left from there on.
+    // `first`: where the tile begins, from the first matrix on; `rows` and `cols` are left from there on.
     __device__ Strip(long long first, long long row, long long col, long long rows, long long cols) : at(first) {
         const bool down = llabs(row) < llabs(col);
         const int along = threadIdx.x % TILE, across = threadIdx.x / TILE;

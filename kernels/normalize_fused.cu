@@ -37,7 +37,7 @@ struct RowsOfG {
             copy_async(pipeline + stage * THREADS, g, inside * int(sizeof(G)));
         g += step;
     }
-    __device__ __forceinline__ void turn(int rows) {
+    __device__ __forceinline__ void turn_back(int rows) {
         g -= rows * step;
         step = -step;
     }

@@ -97,12 +97,12 @@ struct BackwardRows {
 #pragma unroll
             for (int j = 1; j < WORDS; ++j) copy_async(to + j * THREADS, d + (j - 1) * 16 / sizeof(D));
         } else {
-            copy_part(to);
+            copy_any(to);
         }
         dy += dy_step;
         d += d_step;
     }
-    __device__ __forceinline__ void copy_part(uint4* to) const {
+    __device__ __forceinline__ void copy_any(uint4* to) const {
         if (vector_dy) {
             copy_async(to, dy, inside * int(sizeof(T)));
         } else {  // columns of stride 0: one value for all columns
@@ -117,7 +117,7 @@ struct BackwardRows {
             copy_async(to + j * THREADS, d + (j - 1) * 16 / sizeof(D), d == nullptr ? 0 : max(min(left, 16), 0));
         }
     }
-    __device__ __forceinline__ void turn(int rows) {
+    __device__ __forceinline__ void turn_back(int rows) {
         dy -= rows * dy_step;
         d -= rows * d_step;
         dy_step = -dy_step;

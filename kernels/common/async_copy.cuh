@@ -15,7 +15,7 @@ __device__ inline void copy_async(uint4* to, const void* from, int inside = 16) 
 #endif
 }
 
-// Copies 16 bytes, or writes zeros if they are not `there`. This takes fewer instructions than a number of bytes.
+// Copies 16 bytes, or writes zeros if they are not `there`. This takes fewer instructions than `copy_async` with a number of bytes.
 __device__ inline void copy_async_if(uint4* to, const void* from, bool there) {
 #if __CUDA_ARCH__ >= 800
     const unsigned at = unsigned(__cvta_generic_to_shared(to));

@@ -47,7 +47,7 @@ __device__ __forceinline__ int quotient(unsigned a, unsigned long long reciproca
     return int(__umul64hi(4ULL * a, reciprocal));
 }
 
-// A float64 number as G, without flushing subnormal numbers to zero, which would take five more instructions.
+// A float64 number as G. Subnormal numbers are not flushed to zero here, which takes instructions: arithmetic does it.
 template <typename G>
 __device__ __forceinline__ G narrow(double v) {
     if constexpr (sizeof(G) == 8) return v;

@@ -6,8 +6,8 @@
 #include "common/async_copy.cuh"
 
 // Walks over the `count` rows of a thread; STAGES rows are in flight or in shared memory at once. `rows` points at the
-// next row to copy: rows.copy(stage) starts its copies, which no other thread reads, and goes on by a row; rows.turn(n)
-// goes n rows back, and from there on backwards. rows.read(stage) returns a row. take(i, row) is called for one row
+// next row to copy: rows.copy(stage) starts its copies, which no other thread reads, and goes on by a row; rows.turn_back(n)
+// goes n rows back, and from there on in the other direction. rows.read(stage) returns a row. take(i, row) is called for one row
 // after the other.
 template <int STAGES, typename Rows>
 struct Walk {
@@ -36,13 +36,13 @@ struct Walk {
         for (; i < end; ++i) step(i, unsigned(i) % STAGES, i + STAGES < count, take);
     }
     // Takes the rows from the last to the first, after `down` has taken all. The last STAGES rows are still in shared
-    // memory.
+    // memory. Another `down` may follow.
     template <typename Take>
     __device__ __forceinline__ void up(const Take& take) {
-        rows.turn(STAGES + 1);
+        rows.turn_back(STAGES + 1);
 #pragma unroll 1
         for (int i = count - 1; i >= 0; --i) step(i, unsigned(i) % STAGES, i >= STAGES, take);
-        rows.turn(STAGES + 1);
+        rows.turn_back(STAGES + 1);
     }
 
     template <typename Take>

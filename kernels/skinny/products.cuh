@@ -140,6 +140,7 @@ struct ByWgmma {
     static __device__ void load_weight(const BackwardProblem& p, const T* w, int features, T* shared_weight) {
         constexpr int OF_ROW = INPUTS / VEC, PIECES = FEATURES * OF_ROW, THREADS_OF_CTA = TEAM * TEAMS;
         constexpr int AT_ONCE = PIECES / THREADS_OF_CTA < 4 ? 1 : 4;  // pieces of a thread that are in flight
+        static_assert(AT_ONCE == 1 || PIECES % (AT_ONCE * THREADS_OF_CTA) == 0, "all threads have as many pieces");
         struct Piece {
             int feature, input, inside;
             __device__ Piece(int i, int features, int k)

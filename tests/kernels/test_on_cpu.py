@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from tests.support.harness import ANY, LAYOUTS, Kind, assert_same_bits, forward,
 from tests.support.strategies import Case
 from tests.support.tolerance import assert_within, norm_error
 
-pytestmark = pytest.mark.skipif(which("g++") is None, reason="g++ compiles the kernels")
+pytestmark = pytest.mark.skipif(on_cpu.why_not() is not None, reason=str(on_cpu.why_not()))
 KIND = Kind("on_cpu", on_cpu.put, lambda a: np.array(a, order="C", subok=False))
 WAYS = {"fused": Limits(fused=True), "two passes": Limits(fused=False)}
 

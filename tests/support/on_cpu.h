@@ -2,6 +2,7 @@
 // threads of a CTA are fibers of one thread; CTAs run one after the other.
 #pragma once
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -111,7 +112,11 @@ T atomicAdd(T* at, T v) {
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 inline void __nanosleep(unsigned) {}
-[[noreturn]] inline void not_portable() { abort(); }
+[[noreturn]] inline void stop(const char* why) {
+    fprintf(stderr, "on_cpu.h: %s\n", why);
+    abort();
+}
+[[noreturn]] inline void not_portable() { stop("a kernel came to PTX that the CPU does not have"); }
 
 // ---- threads
 
@@ -190,7 +195,7 @@ inline void run_cta(unsigned threads) {
             running -= fibers[i].waits == Waits::ENDED;
             moved = true;
         }
-        if (!moved) abort();  // some wait for the CTA, others of the same warp for the warp
+        if (!moved) stop("threads of a warp wait for different barriers");
         for (unsigned i = 0; i < threads; i += 32) release(i, min(i + 32, threads), Waits::FOR_WARP);
         release(0, threads, Waits::FOR_CTA);
     }

@@ -1,7 +1,7 @@
 """A GPU that is this machine's CPU: calls of gsbn on its arrays run the portable kernels, compiled by g++.
 
-It is planned for as a Turing GPU, so the products are those of gemm_tiled, and all other kernels are those of every
-GPU. Nothing of Hopper runs: no TMA, no wgmma, no clusters, no cuBLAS.
+Calls are planned for a Turing GPU, so gemm_tiled makes the products; the other kernels are the ones that any GPU runs.
+Nothing of Hopper runs: no TMA, no wgmma, no clusters, no cuBLAS.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from shutil import which
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -110,6 +111,16 @@ def compiled(kernel: Any, folder: Path) -> Any:
     done = subprocess.run(["g++", "-shared", "-fPIC", *options, *defines, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(library)).run
+
+
+@cache
+def why_not() -> str | None:
+    """Why kernels cannot be compiled here; None if they can."""
+    if which("g++") is None:
+        return "there is no g++ to compile the kernels"
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-include", str(HEADER), "-x", "c++", "/dev/null"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return None if done.returncode == 0 else f"g++ cannot compile {HEADER.name}: {done.stderr.splitlines()[0]}"
 
 
 def translate(code: str) -> str:
