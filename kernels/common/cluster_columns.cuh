@@ -6,8 +6,8 @@
 // The sums of a CTA's columns, in float64. A thread brings sums of its VEC columns (Places), as V. They pass through
 // shared memory, two sums of each column at a time, to the thread that owns a part of a column's sum; from there on they
 // are float64. With float, VEC 8 and row_threads 4, for example, a thread passes 4 words at a time, and 4 threads own
-// parts of the same sum. The order of the additions depends only on `row_threads` and on how often `add`
-// is called. COMPENSATED: see LongSum.
+// parts of the same sum. The order of the additions depends only on `row_threads` and on how often `add` is called.
+// COMPENSATED: see LongSum.
 template <int THREADS, int VEC, int SUMS, typename V, bool COMPENSATED = false>
 class Totals {
     static constexpr int EACH = 16 / sizeof(V);   // numbers in a word of 16 bytes

@@ -32,7 +32,6 @@ struct alignas(16) double2 {
     double x, y;
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline double2 make_double2(double x, double y) { return {x, y}; }
 
 // ---- numbers of 16 bits
 
@@ -72,8 +71,6 @@ inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
 inline __half __ushort_as_half(unsigned short v) { return std::bit_cast<__half>(v); }
 inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short v) { return std::bit_cast<__nv_bfloat16>(v); }
-inline unsigned short __half_as_ushort(__half v) { return std::bit_cast<unsigned short>(v); }
-inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 v) { return v.bits; }
 
 // ---- arithmetic
 

@@ -127,8 +127,7 @@ def translate(code: str) -> str:
     """A source for g++: without PTX, and with shared memory as it declares it."""
 
     def statement(found: re.Match[str]) -> str:
-        first = found[1].split()[0] if found[1].split() else ""
-        return PTX.get(first, "not_portable();")
+        return PTX.get(found[1].partition(" ")[0], "not_portable();")
 
     code = re.sub(r'asm\s*(?:volatile)?\s*\(\s*"([^"]*)".*?\);', statement, code, flags=re.DOTALL)
     code = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", _dynamic, code)
@@ -140,6 +139,7 @@ def _dynamic(found: re.Match[str]) -> str:
 
 
 def write_sources(folder: Path) -> None:
+    """Write all kernels, translated, into a folder for `gpu`."""
     for file in declared.KERNEL_DIR.rglob("*.cu*"):
         to = folder / file.relative_to(declared.KERNEL_DIR)
         to.parent.mkdir(parents=True, exist_ok=True)
