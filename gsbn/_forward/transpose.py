@@ -15,10 +15,11 @@ from .._plan.program import Program
 ARRAYS = ("x",)
 
 
-def transposed(x: Any, matrices: int) -> Any:
+def transposed(x: Any, matrices: int, dtype: str | None = None) -> Any:
     """The transposes of so many matrices (rows, cols), one below the other: x is (matrices * rows, cols), contiguous,
-    of any dtype of gsbn, and the result a new (matrices * cols, rows) array of it."""
-    return call(TRANSPOSE, (x,), (matrices, None))
+    of any dtype of gsbn, and the result a new (matrices * cols, rows) array of x's dtype or, on a GPU, of `dtype`; one
+    of the two is then float32, and the other a 16-bit dtype."""
+    return call(TRANSPOSE, (x,), (matrices, None, dtype))
 
 
 def _views(kind: Kind, arrays: Arrays, *_: Any) -> Views:
@@ -26,11 +27,11 @@ def _views(kind: Kind, arrays: Arrays, *_: Any) -> Views:
 
 
 def _program(views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, *_: Any) -> Program | None:
-    matrices, sms = options
+    matrices, sms, dtype = options
     x = views["x"]
     assert x is not None
     p = elementwise(x, gpu.at_most(sms), limits)
-    return None if p is None else _plan.plan_transpose(p, matrices)
+    return None if p is None else _plan.plan_transpose(p, matrices, dtype or x.dtype)
 
 
 def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .copies import copy_grid
+from .copies import matrix_copy
 from .declared import flags
-from .problem import ITEMSIZE, Matmul, Matrix, ceil_div
+from .problem import Matmul, Matrix, ceil_div
 from .program import ABSENT, Builder, Program
 from .sources import with_activation
-from .variants import activate, activate_backward, copy_matrix
+from .variants import activate, activate_backward
 
 
 def place_of_u(p: Matmul, *, out: bool, keeps: bool) -> tuple[Matmul, dict[str, Any]]:
@@ -64,14 +64,13 @@ def plan_activate_backward(p: Matmul, activation: Any, v: Matrix | None) -> Prog
     return build.program("activate", "")
 
 
-def plan_transpose(p: Matmul, matrices: int) -> Program:
+def plan_transpose(p: Matmul, matrices: int, dtype: str) -> Program:
     """Plan y (matrices * n, rows), the transposes of contiguous matrices x, which are (rows, n) each. m is all rows."""
     build, rows, cols = Builder(p.device), p.m // matrices, p.n
-    y = build.make("y", (matrices * cols, rows), p.dtype)
-    fields = {"matrices": matrices, "from_matrix": rows * cols, "to_matrix": rows * cols}
-    fields |= {"rows": rows, "cols": cols, "from_row": cols, "from_col": 1, "to_row": 1, "to_col": rows}
-    grid = copy_grid(rows, cols, p.device, matrices)
-    build.launch(copy_matrix(ITEMSIZE[p.dtype]), grid, fields, {"from": "x", "to": y})
+    y = build.make("y", (matrices * cols, rows), dtype)
+    to = Matrix((1, rows), aligned=True)
+    kernel, grid, fields = matrix_copy((rows, cols), (p.dtype, dtype), p.x, to, p.device, matrices)
+    build.launch(kernel, grid, fields, {"from": "x", "to": y})
     return build.program("transpose", "")
 
 

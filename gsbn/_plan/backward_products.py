@@ -132,7 +132,7 @@ def _multiply(
         to = build.make(f"padded {c}", (q.m, q.n), dtype, scratch=True) if q.y.own else c
         build.gemm(q, precision, a, b, to, wide=product.wide)
         if to != c:
-            build.copy(Copy(to, c, (p.m, p.n), ITEMSIZE[dtype], q.y, p.y))
+            build.copy(Copy(to, c, (p.m, p.n), dtype, q.y, p.y))
     else:
         axis = 0 if product.rows else 1  # skinny_product takes a K-major b, gemm_tiled an MN-major b
         size = ITEMSIZE[p.dtype]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from .problem import Device, Matrix, ceil_div, round_up
-from .sources import Constants
+from .problem import ITEMSIZE, Device, Matrix, ceil_div, round_up
+from .sources import Constants, Kernel
+from .variants import copied_at_once, copy_matrix
 
 _ROWS = Constants("copy_rows.cu", {})
 COPIES_AT_ONCE = _ROWS["MATRICES"]  # matrices in a launch of copy_rows
 WORDS = _ROWS["WORDS"] * _ROWS["THREADS"]  # words of 16 bytes in an item of copy_rows
 CLEARED = 16 * Constants("clear.cu", {})["THREADS"]  # bytes in an item of clear
-TILE = Constants("copy_matrix.cu", {})["TILE"]  # rows and columns of an item of copy_matrix
+_TILE = Constants("copy_matrix.cu", {})["TILE"]  # rows and columns of an item of copy_matrix
 
 
 def in_rows(cols: int, itemsize: int) -> Matrix:
@@ -55,8 +56,28 @@ def word(at: Matrix, itemsize: int) -> int:
     return min(16, pitch & -pitch) if at.aligned else itemsize
 
 
-def copy_grid(rows: int, cols: int, device: Device, matrices: int = 1) -> int:
-    return device.grid(matrices * ceil_div(rows, TILE) * ceil_div(cols, TILE))
+def matrix_copy(
+    shape: tuple[int, int], dtypes: tuple[str, str], at: Matrix, to: Matrix, device: Device, matrices: int = 1
+) -> tuple[Kernel, int, dict[str, int]]:
+    """Return the variant of copy_matrix, its grid and its fields, for a copy from layout `at` to layout `to`.
+
+    Several matrices follow each other, contiguous, on both sides.
+    """
+    rows, cols = shape
+    if abs(to.strides[0]) < abs(to.strides[1]):  # it writes rows
+        rows, cols, at, to = cols, rows, at.T, to.T
+    turned = abs(at.strides[0]) < abs(at.strides[1])
+    each = copied_at_once(dtypes[1])
+    vectors = [
+        1 in of.strides and along % each == 0 and word(of, ITEMSIZE[dtype]) >= each * ITEMSIZE[dtype]
+        for of, along, dtype in ((at, rows if turned else cols, dtypes[0]), (to, cols, dtypes[1]))
+    ]
+    kernel = copy_matrix(*dtypes, turned=turned, vectors=(vectors[0], vectors[1]))
+    between = rows * cols if matrices > 1 else 0
+    fields = {"matrices": matrices, "rows": rows, "cols": cols, "from_matrix": between, "to_matrix": between}
+    for side, strides in (("from", at.strides), ("to", to.strides)):
+        fields |= {f"{side}_row": strides[0], f"{side}_col": strides[1]}
+    return kernel, device.grid(matrices * ceil_div(rows, _TILE) * ceil_div(cols, _TILE)), fields
 
 
 def rows_grid(pieces: list[tuple[int, int]], device: Device) -> int:

@@ -250,7 +250,7 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
     how: dict[str, Any] = {"maps": tuple(maps), "cooperative": one.cooperative, "made_of": (one, taken)}
     build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, **how)
     if y_memory != y:
-        build.copy(Copy(y_memory, y, (call.m, p.n), size, taken.y, p.y))
+        build.copy(Copy(y_memory, y, (call.m, p.n), p.dtype, taken.y, p.y))
 
 
 # ---- a GEMM makes g, then come statistics, then y; the skinny kernels compute g themselves

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import declared
-from .copies import COPIES_AT_ONCE, adjacent, clear_grid, copy_grid, rows_grid
+from .copies import COPIES_AT_ONCE, adjacent, clear_grid, matrix_copy, rows_grid
 from .problem import ITEMSIZE, Device, Matmul, Matrix
 from .sources import Kernel
-from .variants import THREADS, clear, copy_matrix, copy_rows
+from .variants import THREADS, clear, copy_rows
 
 ABSENT = "absent"  # the address 0
 _SIDES = ("a", "b", "c")  # the names of copy_rows' matrices
@@ -89,7 +89,7 @@ class Copy(NamedTuple):
     name: str
     to: str
     shape: tuple[int, int]
-    itemsize: int
+    dtype: str
     at: Matrix
     to_at: Matrix
 
@@ -177,7 +177,7 @@ class Builder:
         if at.strides[1] != 1:
             rows, cols, of, at = cols, rows, of.T, at.T
         to = self.make(f"{called} of {name}", (rows, at.strides[0]), dtype, scratch=True)
-        self._copies.append(Copy(name, to, (rows, cols), ITEMSIZE[dtype], of, at))
+        self._copies.append(Copy(name, to, (rows, cols), dtype, of, at))
         return to
 
     def copy(self, *more: Copy) -> None:
@@ -187,21 +187,19 @@ class Builder:
         by_rows = [c for c in copies if all(adjacent(at, c.shape[1]) for at in (c.at, c.to_at))]
         for c in copies:
             if c not in by_rows:
-                (rows, cols), (from_row, from_col), (to_row, to_col) = c.shape, c.at.strides, c.to_at.strides
-                fields = {"matrices": 1, "from_matrix": 0, "to_matrix": 0, "rows": rows, "cols": cols}
-                fields |= {"from_row": from_row, "from_col": from_col, "to_row": to_row, "to_col": to_col}
-                passed = {"from": c.name, "to": c.to}
-                self.launch(copy_matrix(c.itemsize), copy_grid(rows, cols, self.device), fields, passed)
+                kernel, grid, fields = matrix_copy(c.shape, (c.dtype, c.dtype), c.at, c.to_at, self.device)
+                self.launch(kernel, grid, fields, {"from": c.name, "to": c.to})
         for first in range(0, len(by_rows), COPIES_AT_ONCE):
             together = by_rows[first : first + COPIES_AT_ONCE]
             # sizes and strides in pieces of 2 bytes
-            sizes = [(c.shape[0], c.shape[1] * c.itemsize // 2) for c in together]
+            halves = [ITEMSIZE[c.dtype] // 2 for c in together]
+            sizes = [(c.shape[0], c.shape[1] * size) for c, size in zip(together, halves, strict=True)]
             none = [0] * (COPIES_AT_ONCE - len(together))
             fields = {
                 "rows": [rows for rows, _ in sizes] + none,
                 "cols": [cols for _, cols in sizes] + none,
-                "from_row": [c.at.strides[0] * c.itemsize // 2 for c in together] + none,
-                "to_row": [c.to_at.strides[0] * c.itemsize // 2 for c in together] + none,
+                "from_row": [c.at.strides[0] * size for c, size in zip(together, halves, strict=True)] + none,
+                "to_row": [c.to_at.strides[0] * size for c, size in zip(together, halves, strict=True)] + none,
             }
             passed = {f"{way}_{side}": ABSENT for side in _SIDES for way in ("from", "to")}
             for c, side in zip(together, _SIDES, strict=False):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any
 
-from .problem import C_TYPE
+from .problem import C_TYPE, ITEMSIZE
 from .sm90_variants import ARCH, MODES, sm90_kernels
 from .sources import Constants, Kernel, with_activation, with_ghosts, with_renorm
 
@@ -136,7 +136,11 @@ def _plain_kernels() -> Iterator[Kernel]:
     yield from (tall_product(), reduce_split_k())
     yield from itertools.chain.from_iterable(map(channels_backward, ("bfloat16", "float16")))
     yield from itertools.starmap(dual_gemm, itertools.product(("bfloat16", "float16"), DUAL_ROWS, DUAL_CLUSTERS))
-    yield from map(copy_matrix, (2, 4, 8))
+    casts = [pair for dtype in ("float16", "bfloat16") for pair in ((dtype, "float32"), ("float32", dtype))]
+    for types in (*((dtype, dtype) for dtype in ("float16", "float32", "float64")), *casts):
+        for turned, *vectors in itertools.product((True, False), repeat=3):
+            if turned or types not in casts:
+                yield copy_matrix(*types, turned=turned, vectors=(vectors[0], vectors[1]))
     yield from (copy_rows(), clear(), track_ghosts(), sum_ghosts())
     yield fill_sm(0)
     yield from sm90_kernels()
@@ -291,9 +295,21 @@ def reduce_split_k() -> Kernel:
     return Kernel("reduce_split_k", "reduce_split_k", ())
 
 
-def copy_matrix(itemsize: int) -> Kernel:
-    word = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}[itemsize]
-    return Kernel("copy_matrix", "copy_matrix", (("WORD_TYPE", word),))
+def copied_at_once(dtype: str) -> int:
+    """Return the elements of a vector that copy_matrix writes; of those that it reads there are as many."""
+    return min(4, 16 // ITEMSIZE[dtype])
+
+
+def copy_matrix(dtype: str, to_dtype: str, *, turned: bool, vectors: tuple[bool, bool]) -> Kernel:
+    """Return the kernel that copies matrices of one dtype to another: float32 and a 16-bit dtype, or any to itself.
+
+    `turned`: it reads along columns, and writes along rows. `vectors`: whether it reads and writes vectors.
+    """
+    words = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
+    types = [words[ITEMSIZE[dtype]]] * 2 if dtype == to_dtype else [C_TYPE[dtype], C_TYPE[to_dtype]]
+    macros = ("FROM_TYPE", "TO_TYPE", "TURNED", "FROM_VECTOR", "TO_VECTOR", "EACH")
+    values = (*types, *(str(int(flag)) for flag in (turned, *vectors)), str(copied_at_once(to_dtype)))
+    return Kernel("copy_matrix", "copy_matrix", tuple(zip(macros, values, strict=True)))
 
 
 def copy_rows() -> Kernel:

@@ -115,7 +115,7 @@ def channels_first(
     of_y = x.shape[0], weight.shape[0], *x.shape[2:]
     of_call = state, options, checked_activation(activation), way, of_y
     dtype = _dtype_of(x)
-    x = rows_of(cast(x, dtype)) if way == COPIES else x
+    x = rows_of(x, dtype) if way == COPIES else x
     if _needs_gradients(x, weight, vectors):
         # as _apply_of in _function.py
         return super(Function, _ChannelsFirst).apply(x, weight, *vectors, of_call, dtype)

@@ -12,24 +12,36 @@ from torch.compiler import is_compiling
 
 from .._arrays.admit import is_memory
 from .._forward import transposed
-from ._autograd import goes_again, is_watched
+from ._autograd import cast, goes_again, is_watched
 
 
-def rows_of(x: Any) -> Any:
-    """Return x (N, C, ...) as a matrix whose rows have C adjacent features. One launch copies a contiguous x."""
+def rows_of(x: Any, dtype: Any = None) -> Any:
+    """Return x (N, C, ...) as a matrix whose rows have C adjacent features, cast to autocast's `dtype` if there is one.
+
+    One launch transposes and casts a contiguous x.
+    """
     n, features, *sizes = x.shape
     if features == 1 or prod(sizes) == 1 or not _by_launch(x):
-        return x.movedim(1, -1).reshape(n * prod(sizes), features)
+        return cast(x, dtype).movedim(1, -1).reshape(n * prod(sizes), features)
     x = x.view(n, features, prod(sizes))
     differentiable = is_grad_enabled() and x.requires_grad
-    rows = super(Function, _Transpose).apply(x) if differentiable else transpose(x)  # as _apply_of in _function.py
+    apply: Any = super(Function, _Transpose).apply if differentiable else transpose  # as _apply_of in _function.py
+    rows = apply(x, dtype)
     return rows.view(n * prod(sizes), features)
 
 
-def transpose(x: Any) -> Any:
-    """Return x.transpose(1, 2).contiguous() of a contiguous x of three dimensions; autograd does not see it."""
+def transpose(x: Any, dtype: Any = None) -> Any:
+    """Return x.transpose(1, 2).contiguous() of a contiguous x of three dimensions; autograd does not see it.
+
+    It is cast as `rows_of` casts.
+    """
     n, rows, cols = x.shape
-    return transposed(x.view(n * rows, cols), n).view(n, cols, rows)
+    if dtype is x.dtype or x.dtype is torch.float64:
+        dtype = None
+    elif dtype is not None and torch.float32 not in (dtype, x.dtype):
+        x, dtype = x.to(dtype), None  # between the 16-bit dtypes
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    return transposed(x.view(n * rows, cols), n, name).view(n, cols, rows)
 
 
 def _by_launch(x: Any) -> bool:
@@ -40,13 +52,16 @@ def _by_launch(x: Any) -> bool:
 
 
 class _Transpose(Function):
-    """One autograd node for x.transpose(1, 2).contiguous()."""
+    """One autograd node for x.transpose(1, 2).contiguous() and a cast."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return transpose(x)
+    def forward(ctx: Any, x: Any, dtype: Any) -> Any:
+        ctx.dtype = x.dtype
+        return transpose(x, dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         dy = dy.resolve_neg()
-        return dy.transpose(1, 2) if goes_again(dy) or not _by_launch(dy) else transpose(dy)
+        if goes_again(dy) or not _by_launch(dy):
+            return dy.transpose(1, 2).to(ctx.dtype), None
+        return transpose(dy, ctx.dtype), None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ from numpy.lib.stride_tricks import as_strided
 from gsbn import reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
-from gsbn._plan import Limits
+from gsbn._plan import Limits, declared
+from gsbn._plan.copies import matrix_copy
+from gsbn._plan.problem import Matrix
 from tests.support import on_cpu
 from tests.support.forwards import truth_and_bounds
 from tests.support.gradients import before_relu, draw_dy, gradient_bounds, step, truth_of
-from tests.support.harness import ANY, LAYOUTS, Kind, assert_same_bits, forward, without_out
+from tests.support.harness import ANY, DTYPES, LAYOUTS, Kind, assert_same_bits, forward, without_out
 from tests.support.strategies import Case
 from tests.support.tolerance import assert_within, norm_error
 
@@ -95,6 +99,52 @@ def test_a_dy_of_one_column(way: str) -> None:
         assert (a is None) == (b is None)
         if a is not None:
             assert_same_bits(KIND.get(a), KIND.get(b))
+
+
+COPIES = [*((dtype, dtype) for dtype in ("bfloat16", "float32", "float64")), ("float32", "float16")]
+COPIES += [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")]
+
+
+def copied(folder: Path, source: Any, at: Matrix, to: Matrix, dtype: str, shape: tuple[int, int], matrices: int) -> Any:
+    """What copy_matrix writes, elements in the order of their addresses; those that it leaves out are 1."""
+    dtypes = source.dtype.name, dtype
+    kernel, grid, fields = matrix_copy(shape, dtypes, at, to, on_cpu.TURING, matrices)
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, to.strides, strict=True))
+    made = on_cpu.Kind().empty((matrices * size,), source, dtype)
+    made[:] = 1
+    record = declared.record(kernel, fields)
+    words = (ctypes.c_uint64 * 2)(*(a.__array_interface__["data"][0] for a in (source, made)))
+    on_cpu.compiled(kernel, folder)(grid, 256, ctypes.c_void_p(record.ctypes.data), words)
+    return made
+
+
+@pytest.mark.parametrize(("dtype", "to_dtype"), COPIES)
+def test_copies_of_any_layout(folder: Path, dtype: str, to_dtype: str) -> None:
+    size = DTYPES[dtype].itemsize
+    for rows, cols in [(70, 131), (64, 128), (5, 200), (196, 24)]:
+        by_rows, by_columns = [(cols, 1), (cols + 4, 1), (2 * cols, 2)], [(1, rows), (1, rows + 3), (2, 2 * rows + 8)]
+        for strides, to_strides in itertools.product(by_rows + by_columns, repeat=2):
+            if dtype != to_dtype and (strides in by_rows) == (to_strides in by_rows):
+                continue  # only transposes cast
+            source = on_cpu.Kind().empty((2 * (rows + 8) * (cols + 8),), np.empty(0, DTYPES[dtype]))
+            source[:] = np.arange(source.size) % 251
+            at, to = (Matrix(of, aligned=True) for of in (strides, to_strides))
+            made = copied(folder, source, at, to, to_dtype, (rows, cols), 1)
+            wanted = np.ones_like(made)
+            view = as_strided(wanted, (rows, cols), [stride * wanted.itemsize for stride in to_strides])
+            view[:] = as_strided(source, (rows, cols), [stride * size for stride in strides])
+            assert_same_bits(np.asarray(made), np.asarray(wanted))
+
+
+@pytest.mark.parametrize(("dtype", "to_dtype"), COPIES)
+@pytest.mark.parametrize("shape", [(3, 49, 64), (2, 64, 49), (3, 196, 24), (2, 70, 3), (4, 128, 68)], ids=str)
+def test_transposes(folder: Path, shape: tuple[int, int, int], dtype: str, to_dtype: str) -> None:
+    matrices, rows, cols = shape
+    source = on_cpu.Kind().empty(shape, np.empty(0, DTYPES[dtype]))
+    source[:] = np.random.default_rng(0).standard_normal(shape)
+    at, to = Matrix((cols, 1), aligned=True), Matrix((1, rows), aligned=True)
+    made = copied(folder, source, at, to, to_dtype, (rows, cols), matrices)
+    assert_same_bits(np.asarray(made), source.transpose(0, 2, 1).astype(made.dtype).reshape(-1))
 
 
 @pytest.mark.usefixtures("gpu")

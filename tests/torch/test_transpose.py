@@ -60,6 +60,23 @@ def test_transposes(device: str, shape: tuple[int, ...], dtype: Any) -> None:
     assert found.is_contiguous() and torch.equal(found, x.transpose(1, 2))
 
 
+@pytest.mark.parametrize("length", [49, 196])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)], ids=str)
+def test_casts(device: str, dtypes: tuple[Any, Any], length: int) -> None:
+    """Rounded as PyTorch rounds, subnormal and large numbers, infinities and NaN, too."""
+    special = torch.tensor([1e-40, -3e-41, 6e-8, 65519.0, 65520.0, 3.4e38, 1.00390625, -0.0, torch.inf, torch.nan])
+    x = torch.randn(3, 70, length, device=device)
+    x[:, :10, 5] = special.to(device)
+    x, wanted = x.to(dtypes[0]), x.to(dtypes[0]).transpose(1, 2).to(dtypes[1])
+    assert torch.equal(transpose(x, dtypes[1]).nan_to_num(7.0), wanted.nan_to_num(7.0))
+    leaf = x.clone().requires_grad_()
+    rows = rows_of(leaf, dtypes[1])
+    assert rows.dtype is dtypes[1] and torch.equal(rows.nan_to_num(7.0), wanted.reshape(-1, 70).nan_to_num(7.0))
+    dy = torch.randn(rows.shape, device=device).to(rows.dtype)
+    rows.backward(dy)
+    assert leaf.grad is not None and torch.equal(leaf.grad, dy.view(3, length, 70).transpose(1, 2).to(dtypes[0]))
+
+
 def test_rows_and_their_gradients(device: str) -> None:
     x = torch.randn(3, 5, 2, 7, device=device, dtype=torch.float64, requires_grad=True)
     rows = rows_of(x)
