@@ -74,6 +74,8 @@ def one_launch_us(
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _off_line(p, rates)
     stored = y * (1 + saves) / rates.y_rate[mode]  # deviations are stored like y
     tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + stored
+    if mode == "training" and cluster == split == 1 and n > SM90_BLOCK_N and ITEMSIZE[dtype] == 2 and block_m == 256:
+        tile *= rates.alone[mode]
     if split > 1:
         sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums that each CTA receives
         tile += rates.exchange_us + sent / rates.exchange_rate
@@ -106,7 +108,7 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bo
     """
     m, n, k, dtype, *_ = p
     # a CTA of a pair loads half of a tile of x
-    alone = rates.alone if cluster == 1 and n > SM90_BLOCK_N else 1.0
+    alone = rates.alone["recompute"] if cluster == 1 and n > SM90_BLOCK_N else 1.0
     steps = ceil_div(k * ITEMSIZE[dtype], 256 if element == "limbs" else 128)
     product = steps * rates.again_step_us[element] * alone
     x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + saves)))
