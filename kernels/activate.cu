@@ -7,8 +7,8 @@
 //
 //   u, v, dv (m, n) of T, contiguous, on 16 bytes      y, residual, dy (m, n) of T, any strides
 //
-// A thread takes UNROLL words of 16 bytes of u, THREADS apart and all in flight at once. An item of work is ITEM
-// elements.
+// An item of work is ITEM elements, in row-major order. If all matrices are contiguous and on 16 bytes, a thread takes
+// UNROLL words of 16 bytes of each, THREADS apart, all in flight at once; else one word, element by element.
 //
 // Bytes moved: each operand and each result once, the minimum.
 #include "common/activation.cuh"
@@ -24,7 +24,6 @@ using T = T_TYPE;
 struct ActivateProblem {
     long long m, n;
     long long y_row, y_col;  // strides of y, in elements
-    long long flags;         // FLAG_VECTOR_Y: y is contiguous, and on 16 bytes
 #if RESIDUAL
     long long residual_row, residual_col;
 #endif
@@ -38,63 +37,91 @@ struct ActivateBackwardProblem {
 constexpr int THREADS = 256, UNROLL = 4, VEC = 16 / sizeof(T);
 constexpr int ITEM = THREADS * UNROLL * VEC;  // read by gsbn/_plan/variants.py
 
-// A thread's words of an item. The matrix has `count` elements, in row-major order.
-struct Words {
-    long long first, count;
+// A matrix with any strides.
+template <typename E>
+struct Strided {
+    E* at;
+    long long row, col;
 
-    __device__ Words(unsigned item, long long count) : first(1LL * item * ITEM + threadIdx.x * VEC), count(count) {}
-    __device__ long long at(int i) const { return first + i * THREADS * VEC; }
-    __device__ int inside(int i) const {  // elements of the i-th word
-        return int(max(min(count - at(i), 1LL * VEC), 0LL));
+    __device__ bool whole(long long n) const {
+        return row == n && col == 1 && reinterpret_cast<unsigned long long>(at) % 16 == 0;
     }
 };
 
-// Calls work(j, offset) for each element j of the word that starts at element `at`; offset follows from the strides row
-// and col.
-template <typename Work>
-__device__ __forceinline__ void each(long long at, int inside, long long n, long long row, long long col,
-                                     const Work& work) {
-    long long i = at / n, c = at - i * n;
+// Calls work(in, out) for each element: `in` has its value in each matrix of `from`, and `out` gets those for `to`,
+// where the address may be null. An element of `to` may lie where one of `from` does.
+template <int READ, int WRITTEN, typename Work>
+__device__ __forceinline__ void map_words(long long count, const Strided<const T> (&from)[READ],
+                                          const Strided<T> (&to)[WRITTEN], const Work& work) {
+    for_each_item((count + ITEM - 1) / ITEM, [&](unsigned item) {
+        const long long first = 1LL * item * ITEM + threadIdx.x * VEC;
+        Vector<T, VEC> in[READ][UNROLL];  // all loads come before any use of what they load
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        if (j < inside) work(j, i * row + c * col);
-        if (++c == n) {
-            c = 0;
-            ++i;
+        for (int i = 0; i < UNROLL; ++i)
+#pragma unroll
+            for (int k = 0; k < READ; ++k) {
+                const long long at = first + i * THREADS * VEC;
+                uint4 word = {};
+                if (at + VEC <= count) word = *reinterpret_cast<const uint4*>(from[k].at + at);
+                *reinterpret_cast<uint4*>(&in[k][i]) = word;
+            }
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i) {
+            const long long at = first + i * THREADS * VEC;
+            Vector<T, VEC> out[WRITTEN];
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) {
+                T of[READ], made[WRITTEN];
+#pragma unroll
+                for (int k = 0; k < READ; ++k) of[k] = in[k][i].at[j];
+                work(of, made);
+#pragma unroll
+                for (int k = 0; k < WRITTEN; ++k) out[k].at[j] = made[k];
+            }
+#pragma unroll
+            for (int k = 0; k < WRITTEN; ++k)
+                if (at + VEC <= count && to[k].at != nullptr)
+                    *reinterpret_cast<uint4*>(to[k].at + at) = *reinterpret_cast<const uint4*>(&out[k]);
         }
-    }
+    });
 }
 
-// A matrix with n columns and any strides. If it is contiguous and starts on 16 bytes, it is read in whole words.
-struct Strided {
-    const T* from;
-    long long n, row, col;
-    bool whole;
-
-    __device__ Strided(const T* from, long long n, long long row, long long col)
-        : from(from),
-          n(n),
-          row(row),
-          col(col),
-          whole(row == n && col == 1 && reinterpret_cast<unsigned long long>(from) % 16 == 0) {}
-    __device__ Vector<T, VEC> read(long long at, int inside) const {
-        if (whole) return load<T, VEC>(from + at, inside);
-        Vector<T, VEC> out;
+// The same for `count` elements from `begin` on, of a matrix with n columns, one by one.
+template <int READ, int WRITTEN, typename Work>
+__device__ __forceinline__ void map_elements(long long begin, long long count, long long n,
+                                             const Strided<const T> (&from)[READ], const Strided<T> (&to)[WRITTEN],
+                                             const Work& work) {
+    for_each_item((count + THREADS * VEC - 1) / (THREADS * VEC), [&](unsigned item) {
+        const long long first = (1LL * item * THREADS + threadIdx.x) * VEC;
+        long long row = (begin + first) / n, column = begin + first - row * n;
+#pragma unroll 1
+        for (int j = 0; j < VEC && first + j < count; ++j) {
+            T of[READ], made[WRITTEN];
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) out.at[j] = T(0.0f);
-        each(at, inside, n, row, col, [&](int j, long long offset) { out.at[j] = from[offset]; });
-        return out;
-    }
-};
-
-__device__ inline void store(const Vector<T, VEC>& words, T* to, int inside) {
-    if (inside == VEC) {
-        *reinterpret_cast<Vector<T, VEC>*>(to) = words;
-        return;
-    }
+            for (int k = 0; k < READ; ++k) of[k] = from[k].at[row * from[k].row + column * from[k].col];
+            work(of, made);
 #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-        if (j < inside) to[j] = words.at[j];
+            for (int k = 0; k < WRITTEN; ++k)
+                if (to[k].at != nullptr) to[k].at[row * to[k].row + column * to[k].col] = made[k];
+            if (++column == n) {
+                column = 0;
+                ++row;
+            }
+        }
+    });
+}
+
+template <int READ, int WRITTEN, typename Work>
+__device__ __forceinline__ void map(long long m, long long n, const Strided<const T> (&from)[READ],
+                                    const Strided<T> (&to)[WRITTEN], const Work& work) {
+    bool whole = true;
+#pragma unroll
+    for (int k = 0; k < READ; ++k) whole = whole && from[k].whole(n);
+#pragma unroll
+    for (int k = 0; k < WRITTEN; ++k) whole = whole && to[k].whole(n);
+    const long long count = m * n, in_words = whole ? count / VEC * VEC : 0;
+    map_words(in_words, from, to, work);
+    map_elements(in_words, count - in_words, n, from, to, work);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -105,61 +132,28 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
     ) {
     await_kernel_ahead();
-    const long long count = p.m * p.n;
 #if RESIDUAL
-    const Strided more(residual, p.n, p.residual_row, p.residual_col);
-#endif
-    for_each_item((count + ITEM - 1) / ITEM, [&](unsigned item) {
-        const Words words(item, count);
-        Vector<T, VEC> in[UNROLL];
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) in[i] = load<T, VEC>(u + words.at(i), words.inside(i));
-#if RESIDUAL
-        Vector<T, VEC> added[UNROLL];
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) added[i] = more.read(words.at(i), words.inside(i));
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-#pragma unroll
-            for (int j = 0; j < VEC; ++j) from_float(to_float(in[i].at[j]) + to_float(added[i].at[j]), in[i].at[j]);
-            if (v != nullptr) store(in[i], v + words.at(i), words.inside(i));
-        }
-#endif
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-            const long long at = words.at(i);
-            Vector<T, VEC> out;
-#pragma unroll
-            for (int j = 0; j < VEC; ++j) from_float(Activation<T>::of(to_float(in[i].at[j])), out.at[j]);
-            if (p.flags & FLAG_VECTOR_Y) {
-                store(out, y + at, words.inside(i));
-            } else {
-                each(at, words.inside(i), p.n, p.y_row, p.y_col,
-                     [&](int j, long long offset) { y[offset] = out.at[j]; });
-            }
-        }
+    const Strided<const T> from[] = {{u, p.n, 1}, {residual, p.residual_row, p.residual_col}};
+    const Strided<T> to[] = {{y, p.y_row, p.y_col}, {v, p.n, 1}};
+    map(p.m, p.n, from, to, [](const T(&in)[2], T(&out)[2]) {
+        from_float(to_float(in[0]) + to_float(in[1]), out[1]);
+        from_float(Activation<T>::of(to_float(out[1])), out[0]);
     });
+#else
+    const Strided<const T> from[] = {{u, p.n, 1}};
+    const Strided<T> to[] = {{y, p.y_row, p.y_col}};
+    map(p.m, p.n, from, to,
+        [](const T(&in)[1], T(&out)[1]) { from_float(Activation<T>::of(to_float(in[0])), out[0]); });
+#endif
 }
 
 // Without an activation, dv is a copy of dy, and the values of v do not matter: v may be dy itself.
 extern "C" __global__ void __launch_bounds__(THREADS)
     activate_backward(const __grid_constant__ ActivateBackwardProblem p, const T* dy, const T* v, T* dv) {
     await_kernel_ahead();
-    const long long count = p.m * p.n;
-    const Strided of_dy(dy, p.n, p.dy_row, p.dy_col), of_v(v, p.n, p.v_row, p.v_col);
-    for_each_item((count + ITEM - 1) / ITEM, [&](unsigned item) {
-        const Words words(item, count);
-        Vector<T, VEC> in[UNROLL], at_v[UNROLL];
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) in[i] = of_dy.read(words.at(i), words.inside(i));
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) at_v[i] = of_v.read(words.at(i), words.inside(i));
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-#pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                from_float(Activation<T>::gradient(to_float(in[i].at[j]), to_float(at_v[i].at[j])), in[i].at[j]);
-            store(in[i], dv + words.at(i), words.inside(i));
-        }
+    const Strided<const T> from[] = {{dy, p.dy_row, p.dy_col}, {v, p.v_row, p.v_col}};
+    const Strided<T> to[] = {{dv, p.n, 1}};
+    map(p.m, p.n, from, to, [](const T(&in)[2], T(&out)[1]) {
+        from_float(Activation<T>::gradient(to_float(in[0]), to_float(in[1])), out[0]);
     });
 }

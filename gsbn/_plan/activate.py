@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from .copies import matrix_copy
-from .declared import flags
 from .problem import Matmul, Matrix, ceil_div
 from .program import ABSENT, Builder, Program
 from .sources import with_activation
@@ -78,7 +77,6 @@ def _add(build: Builder, p: Matmul, activation: Any, u: str, y: str, residual: M
     """Add the launch of the kernel activate."""
     kernel, item = activate(p.dtype, residual=residual is not None)
     fields: dict[str, Any] = {"m": p.m, "n": p.n, "y_row": p.y.strides[0], "y_col": p.y.strides[1]}
-    fields["flags"] = flags(vector_y=p.y.aligned and p.y.strides == (p.n, 1))
     passed = {"u": u, "y": y}
     if residual is not None:
         fields |= {"residual_row": residual.strides[0], "residual_col": residual.strides[1]}

@@ -13,15 +13,15 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from gsbn import reference
-from gsbn._backward import backward_within
-from gsbn._forward import forward_within
+from gsbn._backward import backward_within, before_kept
+from gsbn._forward import add_and_activate, forward_within
 from gsbn._plan import Limits, declared
 from gsbn._plan.copies import matrix_copy
 from gsbn._plan.problem import Matrix
 from tests.support import on_cpu
 from tests.support.forwards import truth_and_bounds
 from tests.support.gradients import before_relu, draw_dy, gradient_bounds, step, truth_of
-from tests.support.harness import ANY, DTYPES, LAYOUTS, Kind, assert_same_bits, forward, without_out
+from tests.support.harness import ANY, DTYPES, LAYOUTS, Kind, assert_same_bits, forward, place, without_out
 from tests.support.strategies import Case
 from tests.support.tolerance import assert_within, norm_error
 
@@ -99,6 +99,27 @@ def test_a_dy_of_one_column(way: str) -> None:
         assert (a is None) == (b is None)
         if a is not None:
             assert_same_bits(KIND.get(a), KIND.get(b))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(40, 1024), (33, 37), (9, 8)], ids=str)
+def test_a_residual(shape: tuple[int, int], dtype: str, layout: str) -> None:
+    """v = u + residual is rounded once; max(v, 0) and the gradient before it are exact."""
+    rng = np.random.default_rng(0)
+    u, residual, dy = (rng.standard_normal(shape).astype(DTYPES[dtype]) for _ in range(3))
+    v = (u.astype("f8") + residual.astype("f8")).astype(u.dtype)
+    wanted = np.maximum(v, 0), np.where(v > 0, dy, 0).astype(u.dtype)
+    for keeps in (False, True):
+        of_u = KIND.put(u)
+        y = add_and_activate(of_u, place(KIND, residual, layout).view, "relu", keeps=keeps)
+        assert_same_bits(KIND.get(y), wanted[0])
+        assert_same_bits(KIND.get(of_u), v if keeps else wanted[0])
+        dv = before_kept(
+            place(KIND, dy, layout).view, KIND.put(v) if keeps else place(KIND, wanted[0], layout).view, "relu"
+        )
+        assert_same_bits(KIND.get(dv), wanted[1])
 
 
 COPIES = [*((dtype, dtype) for dtype in ("bfloat16", "float32", "float64")), ("float32", "float16")]
