@@ -5,7 +5,8 @@
 //   c (n, k), contiguous, in the dtype of a vector code (to_c)
 //
 // Threads. `share` threads of a CTA share four neighbouring elements of c: each thread adds these elements over some of
-// the partials. Bytes moved: they are read once and c is written once, the minimum.
+// the partials, and then up to four of the threads add up these sums for an element each. Bytes moved: partials are read
+// once and c is written once, the minimum.
 #include "common/common.cuh"
 
 struct ReduceSplitKProblem {
@@ -15,35 +16,48 @@ struct ReduceSplitKProblem {
     long long to_c;
 };
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 256, AT_ONCE = 8;  // partials that a thread has in flight
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     reduce_split_k(const __grid_constant__ ReduceSplitKProblem p, const float* partials, void* c) {
     await_kernel_ahead();
     __shared__ double sums[THREADS][4];
-    const int share = int(p.share), at_once = THREADS / share;
-    const long long words = p.n * (p.pitch / 4);
+    const int share = int(p.share), at_once = THREADS / share, number = int(p.number);
+    const unsigned pitch = unsigned(p.pitch / 4),
+                   words = unsigned(p.n) * pitch;  // a grid, and so `words`, is below 2^31
     const int mine = int(threadIdx.x) % at_once, which = int(threadIdx.x) / at_once;
     for_each_item((words + at_once - 1) / at_once, [&](unsigned item) {
-        const long long word = 1LL * item * at_once + mine;
+        const unsigned word = item * at_once + mine;
         double sum[4] = {};
         if (word < words) {
-#pragma unroll 8
-            for (long long j = which; j < p.number; j += share) {
-                const float4 part = *reinterpret_cast<const float4*>(partials + j * p.size + word * 4);
-                sum[0] += part.x;
-                sum[1] += part.y;
-                sum[2] += part.z;
-                sum[3] += part.w;
+            const float* from = partials + which * p.size + 4LL * word;
+#pragma unroll 1
+            for (int j = which; j < number; j += AT_ONCE * share) {
+                float4 part[AT_ONCE];  // all loads come before any use of what they load
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i, from += share * p.size) {
+                    part[i] = {};
+                    if (j + i * share < number) part[i] = *reinterpret_cast<const float4*>(from);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    sum[0] += part[i].x;
+                    sum[1] += part[i].y;
+                    sum[2] += part[i].z;
+                    sum[3] += part[i].w;
+                }
             }
         }
+#pragma unroll
         for (int i = 0; i < 4; ++i) sums[threadIdx.x][i] = sum[i];
         __syncthreads();
-        if (which > 0 || word >= words) return;
-        const long long row = word * 4 / p.pitch, column = word * 4 - row * p.pitch;
-        for (int i = 0; i < 4 && column + i < p.k; ++i) {
-            for (int j = 1; j < share; ++j) sum[i] += sums[threadIdx.x + j * at_once][i];
-            store_vector(c, p.to_c, row * p.k + column + i, sum[i]);
+        if (word >= words) return;
+        const unsigned row = word / pitch, column = (word - row * pitch) * 4;
+#pragma unroll 1
+        for (int i = which; i < 4 && column + i < p.k; i += share) {
+            double total = sums[mine][i];
+            for (int j = 1; j < share; ++j) total += sums[mine + j * at_once][i];
+            store_vector(c, p.to_c, row * p.k + column + i, total);
         }
     });
 }

@@ -38,7 +38,8 @@ class Rates(NamedTuple):
     constants_us: float  # inference: per round of constants; in a round three warps make those of 96 features
     deferred_us: float  # training: the least time of a tile with a deferred epilogue
     again_step_us: dict[str, float]  # mode "recompute", by operand: per step of the largest tile (limbs: 256 bytes)
-    # By mode: factor on the largest tiles if several blocks of features each load the whole tile of x; training: 16 bits
+    # By mode: factor on the largest tiles if several blocks of features each load the whole tile of x. "training": 16
+    # bits alone.
     alone: dict[str, float]
     tile_statistics_us: float  # mode "recompute": per tile, its statistics
     held_flops: float  # mode "recompute", 16 bits: the rate to which the power limit holds long launches back to back

@@ -17,7 +17,8 @@ from gsbn._backward import backward_within, before_kept
 from gsbn._forward import add_and_activate, forward_within
 from gsbn._plan import Limits, declared
 from gsbn._plan.copies import matrix_copy
-from gsbn._plan.problem import Matrix
+from gsbn._plan.problem import Matrix, round_up
+from gsbn._plan.split_k import split_k_reduction
 from tests.support import on_cpu
 from tests.support.forwards import truth_and_bounds
 from tests.support.gradients import before_relu, draw_dy, gradient_bounds, step, truth_of
@@ -120,6 +121,23 @@ def test_a_residual(shape: tuple[int, int], dtype: str, layout: str) -> None:
             place(KIND, dy, layout).view, KIND.put(v) if keeps else place(KIND, wanted[0], layout).view, "relu"
         )
         assert_same_bits(KIND.get(dv), wanted[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", [1, 3, 30, 64, 65, 132, 200])
+@pytest.mark.parametrize(("n", "k"), [(96, 200), (3, 5), (64, 1)])
+def test_adds_partial_products(folder: Path, n: int, k: int, number: int, dtype: str) -> None:
+    """Sums of small integers are exact in any order."""
+    pitch = round_up(k, 4)
+    plan = split_k_reduction(number, n, pitch, on_cpu.TURING)
+    partials = np.full((number, n, pitch), np.nan, np.float32)
+    partials[..., :k] = np.random.default_rng(0).integers(-9, 9, (number, n, k))
+    c = on_cpu.Kind().empty((n, k), np.empty(0, DTYPES[dtype]))
+    fields = {"n": n, "k": k, "pitch": pitch, "size": n * pitch, "number": number, "share": plan.share}
+    record = declared.record(plan.kernel, fields | {"to_c": 8 + declared.kind_code(dtype)})
+    words = (ctypes.c_uint64 * 2)(partials.ctypes.data, on_cpu.Kind().pointer(c))
+    on_cpu.compiled(plan.kernel, folder)(plan.grid, 256, ctypes.c_void_p(record.ctypes.data), words)
+    assert_same_bits(np.asarray(c), partials[..., :k].sum(0, np.float64).astype(c.dtype))
 
 
 COPIES = [*((dtype, dtype) for dtype in ("bfloat16", "float32", "float64")), ("float32", "float16")]
