@@ -199,7 +199,7 @@ def tile_of(
 
     Returns None if forward_sm90 cannot have the tile.
     """
-    rates = rates or (PRODUCTS if mode == "gemm" else H200)
+    rates = (rates or (PRODUCTS if mode == "gemm" else H200)).on(p.device)
     if element == "limbs_rs" and not _takes_weight_as_it_lies(p, mode):
         return None
     largest = largest_block(element)

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gsbn._cuda.kernels import _memory
 from gsbn._plan import Device
+from gsbn._plan.h200 import H200 as RATES
 from tests.plan.fits import A100, H200, OLD_NVRTC, SHARES, contiguous, is_recompute
 from tests.plan.seen import backward_plan, plan
 from tests.support import ROOT
@@ -137,6 +139,36 @@ def test_recompute_is_chosen_where_it_was_measured_faster(
     m, k, n = shape
     one = plan(contiguous(m, n, k, dtype), gemm="sm90", **{"training": True, **options}).one
     assert one is not None and is_recompute(one) == want
+
+
+@pytest.mark.parametrize(
+    ("shape", "recomputes", "cluster"),
+    [  # us on an H100 of a bfloat16 forward that saves: recompute and deferred tiles, each of the faster cluster
+        ((12544, 256, 512), True, 2),  # 23.6 and 26.4
+        ((20000, 384, 512), True, 2),  # 39.4 and 50.6
+        ((10000, 512, 1024), True, 2),  # 44.7 and 50.4
+        ((24000, 256, 768), True, 2),  # 54 and 78
+        ((30000, 128, 512), True, 2),  # 42.6 and 57.5
+        ((9000, 320, 640), True, 2),  # 26.5 and 31.4
+        ((40000, 256, 256), True, 2),  # 35.2 and 46.5
+        ((14000, 1024, 512), False, 2),  # 48.7 and 45.1; 49.3 without pairs
+        ((8192, 512, 512), False, 2),  # 18.1 and 18.1; 19.3 without pairs
+        ((16384, 256, 256), False, 2),  # 17.5 and 17.7; 18.4 without pairs
+    ],
+)
+def test_slower_memory_makes_g_twice_more_often(shape: tuple[int, int, int], recomputes: bool, cluster: int) -> None:
+    """An H100's memory has 0.68 of an H200's bandwidth."""
+    m, k, n = shape
+    one = plan(contiguous(m, n, k, "bfloat16", device=H200._replace(memory=0.68)), training=True, saved=True).one
+    assert one is not None and is_recompute(one) == recomputes and one.cluster == cluster
+    assert RATES.on(H200) is RATES and RATES.on(H200._replace(memory=0.5)).on(H200).copy_rate == RATES.copy_rate
+
+
+def test_the_bandwidth_of_memory() -> None:
+    """In kHz and bits: an H200, an H100, an A100; one that tells nothing."""
+    for clock, width, want in [(3_201_000, 6144, 1.0), (2_619_000, 5120, 0.68), (1_593_000, 5120, 0.41)]:
+        assert _memory({"MemoryClockRate": clock, "GlobalMemoryBusWidth": width}) == want
+    assert _memory({}) == 1.0
 
 
 def test_regret_is_small_on_the_measured_sweep() -> None:
