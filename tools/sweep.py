@@ -266,7 +266,7 @@ def loss(lines, rates):
 
 
 # Rates that the sweep cannot fit: of calls that follow each other for longer, and of larger products.
-NOT_OF_THE_SWEEP = ("held_flops", "cublas_flops", "memory")
+NOT_OF_THE_SWEEP = ("held_flops", "cublas_flops")
 
 
 def scalars(rates):

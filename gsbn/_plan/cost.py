@@ -34,7 +34,6 @@ def one_launch_us(
     statistics of other tiles. With split-k, each of the `split` CTAs of a cluster multiplies the rows of `split` tiles,
     and the CTAs exchange sums.
     """
-    rates = rates.on(p.device)
     m, n, k, dtype, *_ = p
     # CTAs that share a tile of x, and of w
     x_sharers, w_sharers = (1, cluster) if mode == "cluster_batch" else (cluster, 1)
@@ -107,7 +106,6 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bo
     The kernel computes `waves` waves of tiles for their statistics, and all waves except the last again for y. A tile
     takes the time of its steps and epilogue, or the time to move its bytes if that is longer.
     """
-    rates = rates.on(p.device)
     m, n, k, dtype, *_ = p
     # a CTA of a pair loads half of a tile of x
     alone = rates.alone["recompute"] if cluster == 1 and n > SM90_BLOCK_N else 1.0
@@ -142,7 +140,6 @@ def skinny_us(
     together take `at_once` rows, `features` features, and `chunks` chunks of 64 bytes of a row. Places that stay empty
     take the same time.
     """
-    rates = rates.on(p.device)
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
     x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * (1 + saves) * 1e-6 / rates.skinny_rate
     rows = (m + round_up(m, at_once)) / 2e6
@@ -158,7 +155,6 @@ def skinny_us(
 
 def tall_us(p: Matmul, k_tiles: int, partials: int, *, whole_words: bool, rates: Rates = PRODUCTS) -> float:
     """Return the time of tall_product: for a CTA's k_tiles or for all bytes, plus the time for partial products."""
-    rates = rates.on(p.device)
     us = max(k_tiles * rates.tall_chunk_us[whole_words], (p.m + p.n) * p.k * 4e-6 / rates.skinny_rate)
     return rates.tall_call_us + us + 1e-6 * partials / rates.partials_rate
 
@@ -168,7 +164,6 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
 
     MN-major operands take two more launches, and are read twice.
     """
-    rates = rates.on(p.device)
     if not by_limbs(element):
         return 0.0
     sides = [(p.x, p.m)] if prepared or element == "limbs_rs" else [(p.x, p.m), (p.w, p.n)]
@@ -179,7 +174,6 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
 
 def cublas_us(p: Matmul, element: str, after: str, *, saves: bool, rates: Rates = H200) -> float:
     """Return the time of a forward by cuBLAS: of its product, and of the passes over g after it (`after_product`)."""
-    rates = rates.on(p.device)
     m, n, k, dtype, *_ = p
     us = passes_us(p, after, saves=saves, rates=rates) + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)
@@ -188,7 +182,6 @@ def cublas_us(p: Matmul, element: str, after: str, *, saves: bool, rates: Rates 
 
 def passes_us(p: Matmul, after: str, *, saves: bool, rates: Rates = H200) -> float:
     """Return the time of the passes over g, and the fixed cost of all launches of the forward."""
-    rates = rates.on(p.device)
     size, g = ITEMSIZE[p.dtype] * (1 + saves), 4e-6 * p.m * p.n
     cold = g > 0.8 * rates.l2_mb
     us = rates.cublas_call_us[after] + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
@@ -227,7 +220,6 @@ def copies_us(p: Matmul, *, rates: Rates = H200) -> float:
     """Return the time of copies: one launch before the product for x and weight, and one after it for y."""
     m, n, k = p.m, p.n, p.k
     before, after = k * (m * p.x.own + n * p.w.own), m * n * p.y.own
-    rates = rates.on(p.device)
     return sum(copy_us(elements * ITEMSIZE[p.dtype], rates=rates) for elements in (before, after) if elements)
 
 
@@ -237,6 +229,5 @@ def copy_us(nbytes: int, *, rates: Rates = H200) -> float:
 
 def ieee_us(p: Matmul, rates: Rates) -> float:
     """Return the time of a float32 product by cuBLAS in IEEE arithmetic."""
-    rates = rates.on(p.device)
     operands = (p.m + p.n) * p.k * 4e-6 / rates.operand_rate[True]
     return product_us(p, "limbs", rates=rates) + operands + rates.ieee_call_us

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .problem import Device
 
@@ -76,20 +76,11 @@ class Rates(NamedTuple):
     g_rate: tuple[float, float]  # the g that scale_stats reads
     y_cublas_rate: tuple[float, float]  # the g that normalize reads, and the y that it writes
     l2_mb: float  # operands up to this size stay in L2, and g up to 0.8 times this
-    memory: float = 1.0  # the `Device.memory` that the rates are for
 
     def on(self, device: Device) -> Rates:
-        """Return the rates for a device whose memory is slower or faster. All else is taken to be as on an H200."""
-        times = device.memory / self.memory
-        if times == 1.0:
+        """Return the rates of a forward in training on a device with slower or faster memory than an H200's."""
+        if device.memory == 1.0:
             return self
-        scaled: dict[str, Any] = {name: getattr(self, name) * times for name in _OF_MEMORY}
-        for name in ("g_rate", "y_cublas_rate"):
-            from_l2, from_memory = getattr(self, name)
-            scaled[name] = from_l2, from_memory * times
-        scaled["operand_rate"] = tuple(rate * times for rate in self.operand_rate)
-        scaled["y_rate"] = self.y_rate | {mode: self.y_rate[mode] * times for mode in ("training", "gemm")}
-        return self._replace(**scaled, memory=device.memory)
-
-
-_OF_MEMORY = ("memory_rate", "deferred_rate", "copy_rate", "limb_rate", "skinny_rate", "partials_rate")
+        y_rate = self.y_rate | {"training": self.y_rate["training"] * device.memory}
+        deferred_rate, copy_rate = self.deferred_rate * device.memory, self.copy_rate * device.memory
+        return self._replace(y_rate=y_rate, deferred_rate=deferred_rate, copy_rate=copy_rate)
