@@ -6,20 +6,19 @@
 // The sums of a CTA's columns, in float64. A thread brings sums of its VEC columns (Places), as V. They pass through
 // shared memory, two sums of each column at a time, to the thread that owns a part of a column's sum; from there on they
 // are float64. With float, VEC 8 and row_threads 4, for example, a thread passes 4 words at a time, and 4 threads own
-// parts of the same sum. The order of the additions depends only on `row_threads` and on how often `add` is called.
+// parts of the same sum. 2 VEC row_threads are at most THREADS, so that a thread owns a part of one sum of each pair. The
+// order of the additions depends only on `row_threads` and on how often `add` is called.
 // COMPENSATED: see LongSum.
 template <int THREADS, int VEC, int SUMS, typename V, bool COMPENSATED = false>
 class Totals {
     static constexpr int EACH = 16 / sizeof(V);   // numbers in a word of 16 bytes
     static constexpr int WORDS = 2 * VEC / EACH;  // words of a thread that pass at a time
-    static constexpr int MOST =
-        2 * VEC * 32 > THREADS ? 2 * VEC * 32 / THREADS : 1;  // sums that a thread owns of these
 
 public:
     struct Memory {
         uint4 words[WORDS][THREADS];
     };
-    static_assert(sizeof(Memory) >= SUMS / 2 * MOST * THREADS * sizeof(double), "of_column has the same memory");
+    static_assert(sizeof(Memory) >= SUMS / 2 * THREADS * sizeof(double), "of_column has the same memory");
 
     __device__ Totals(Memory& memory, int row_threads) : memory(memory) {
         const int thread = int(threadIdx.x), shift = 31 - __clz(row_threads * EACH), groups = THREADS >> shift;
@@ -28,8 +27,7 @@ public:
         at = thread & (across - 1);
         word = (thread >> shift) % WORDS;
         part = (thread >> shift) / WORDS;
-        parts = max(groups / WORDS, 1);
-        next_word = groups;
+        parts = groups / WORDS;
     }
     // Adds the sums that each thread brings. All threads call this.
     __device__ __forceinline__ void add(const V (&sums)[SUMS][VEC]) {
@@ -47,17 +45,12 @@ public:
                 memory.words[i][threadIdx.x] = *reinterpret_cast<const uint4*>(&some);
             }
             __syncthreads();
-#pragma unroll
-            for (int i = 0; i < MOST; ++i) {
-                const int from = word + i * next_word;
-                if (from >= WORDS) break;
-                const V* number = reinterpret_cast<const V*>(memory.words[from]) + at;
+            const V* number = reinterpret_cast<const V*>(memory.words[word]) + at;
 #pragma unroll 4
-                for (int j = part * across; j < THREADS * EACH; j += parts * across) {
-                    double wide;
-                    widen(number[j], wide);
-                    own[pair][i].add(wide);
-                }
+            for (int j = part * across; j < THREADS * EACH; j += parts * across) {
+                double wide;
+                widen(number[j], wide);
+                own[pair].add(wide);
             }
         }
     }
@@ -65,15 +58,12 @@ public:
     __device__ __forceinline__ void of_column(int column, double (&sums)[SUMS]) {
         double* const totals = reinterpret_cast<double*>(memory.words);  // [SUMS][parts][columns]
         __syncthreads();
+        const int first = word * EACH;  // of the 2 VEC numbers of a thread
 #pragma unroll
-        for (int pair = 0; pair < SUMS / 2; ++pair)
-#pragma unroll
-            for (int i = 0; i < MOST; ++i) {
-                const int first = (word + i * next_word) * EACH;  // of the 2 VEC numbers of a thread
-                if (first >= 2 * VEC) break;
-                const int sum = 2 * pair + first / VEC, of = at / EACH * VEC + first % VEC + at % EACH;
-                totals[(sum * parts + part) * columns + of] = own[pair][i].total();
-            }
+        for (int pair = 0; pair < SUMS / 2; ++pair) {
+            const int sum = 2 * pair + first / VEC, of = at / EACH * VEC + first % VEC + at % EACH;
+            totals[(sum * parts + part) * columns + of] = own[pair].total();
+        }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) {
@@ -87,9 +77,9 @@ public:
 private:
     Memory& memory;
     int columns, across, at;  // columns of the CTA; numbers of a row that pass at a time in each word; this thread's
-    int word, next_word;      // the words of which this thread owns the sums
+    int word;                 // the word of which this thread owns sums
     int part, parts;          // threads that own a part of the same sum
-    LongSum<COMPENSATED> own[SUMS / 2][MOST];
+    LongSum<COMPENSATED> own[SUMS / 2];
 };
 
 // The sums of up to WIDEST columns over all CTAs of a cluster, PAIRS pairs of sums for each column. An object serves

@@ -114,6 +114,7 @@ def test_a_backward_fits(
     assert not fields or (decided.pitch >= p.n and decided.pitch * size % 16 == 0)
     if dg is not None and dg.kernel.name == "backward_dg" and decided.dg:
         assert dg.grid * fields["dg_rows"] >= p.m or p.device.limited
+    assert 2 * (16 // size) * decided.row_threads <= 256  # Totals in kernels/common/cluster_columns.cuh
     if decided.fused:
         assert sums is not None and not decided.ld_transposed
         assert p.m <= FUSED_ROWS and sums.grid <= FUSED_CTAS * p.device.sms
