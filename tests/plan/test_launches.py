@@ -239,6 +239,21 @@ def test_limbs_overwrite_dg_when_all_else_has_read_it(needs: tuple[str, ...]) ->
     assert workspace.shape[0] < 4 * (B * O + O * I) + (12 << 20)
 
 
+def test_a_backward_asks_again_where_the_kept_y_starts() -> None:
+    """y, which `gsbn.linear` keeps, may be the caller's `out`: alike but for its address, it may need a copy."""
+    x, weight, dy = (fake_gpu.Array(of, "bfloat16") for of in ((64, 32), (48, 32), (64, 48)))
+    with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
+        copies = []
+        for beside in (0, 2, 0):
+            y = fake_gpu.Array((64, 48), "bfloat16")
+            out = fake_gpu.Array(y.shape, y.dtype, y.strides, y.pointer + beside)
+            _, saved = gsbn.linear(x, weight, activation="relu", out=out, return_saved=True)
+            log.clear()
+            gsbn.backward(dy, saved)
+            copies.append([launch.name for launch in log if launch.name.startswith("copy")])
+    assert copies == [[], ["copy_rows"], []]
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("column_major", [False, True])
 @pytest.mark.parametrize("shape", [(100000, 128, 128), (70001, 97, 201)])
