@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 for (int j = pair; j < pair + 2; ++j)
 #pragma unroll
                     for (int e = 0; e < VEC; ++e) {
-                        const float v = widened(of.d[j], e), u = before.gradient(0, widened(of.dy[j], e), v);
+                        const float v = element(of.d[j], e), u = before.gradient(0, element(of.dy[j], e), v);
                         part[0] += u;
                         part[1] = fmaf(u, v, part[1]);
                         part[2] += v;
@@ -147,10 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                     Vector<float, VEC> out;
 #pragma unroll
                     for (int e = 0; e < VEC; ++e) {
-                        const float v = widened(of.d[j], e), u = before.gradient(0, widened(of.dy[j], e), v);
+                        const float v = element(of.d[j], e), u = before.gradient(0, element(of.dy[j], e), v);
                         out.at[e] = a * fmaf(-rate, v, (u - mean) - mean_low);
                     }
-                    store_whole(dg + strip.at(i + j * THREADS) * VEC, narrowed<T>(out));
+                    store_whole(dg + strip.at(i + j * THREADS) * VEC, rounded<T>(out));
                 }
                 i += AT_ONCE * THREADS;
                 of.load(strip, dy, d, i);

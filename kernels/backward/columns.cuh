@@ -77,7 +77,7 @@ __device__ __forceinline__ void add_rows(Walk<STAGES, BackwardRows>& rows, int m
         rows.template down<LONG>(first, min(first + GROUP, rows.count), [&](int, const Row& row) {
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
-                const G d = widened(row.d, j), u = before.gradient(j, widened(row.dy, j), d);
+                const G d = element(row.d, j), u = before.gradient(j, element(row.dy, j), d);
                 sums_of[0][j].add(u);
                 sums_of[1][j].add_product(u, TRAINING ? d : d - centre[j]);
                 if constexpr (ROUNDED) {
@@ -328,11 +328,11 @@ struct Coefficients {
         Vector<G, VEC> wide;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            const G d = widened(row.d, j), u = before.gradient(j, widened(row.dy, j), d);
+            const G d = element(row.d, j), u = before.gradient(j, element(row.dy, j), d);
             const G centred = TRAINING ? fma(-rate.at[j], d, (u - mean.at[j]) - mean_low.at[j]) : u;
             wide.at[j] = a.at[j] * centred;
         }
-        return narrowed<T>(wide);
+        return rounded<T>(wide);
     }
 };
 

@@ -74,18 +74,18 @@ struct alignas(sizeof(T) * N) Vector {
 
 // Element j of a vector. Of two bfloat16 in a word, the compiler would take two instructions for the second.
 template <typename T, int N>
-__device__ __forceinline__ auto widened(const Vector<T, N>& v, int j) {
+__device__ __forceinline__ auto element(const Vector<T, N>& v, int j) {
     return to_float(v.at[j]);
 }
 template <int N>
-__device__ __forceinline__ float widened(const Vector<__nv_bfloat16, N>& v, int j) {
+__device__ __forceinline__ float element(const Vector<__nv_bfloat16, N>& v, int j) {
     const unsigned word = reinterpret_cast<const unsigned*>(&v)[j / 2];
     return __uint_as_float(j % 2 ? word & 0xffff0000u : word << 16);
 }
 
 // A vector rounded to T; two elements in one instruction.
 template <typename T, typename G, int N>
-__device__ __forceinline__ Vector<T, N> narrowed(const Vector<G, N>& v) {
+__device__ __forceinline__ Vector<T, N> rounded(const Vector<G, N>& v) {
     Vector<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j)
