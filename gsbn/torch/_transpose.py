@@ -38,8 +38,8 @@ def transpose(x: Any, dtype: Any = None) -> Any:
     n, rows, cols = x.shape
     if dtype is x.dtype or x.dtype is torch.float64:
         dtype = None
-    elif dtype is not None and torch.float32 not in (dtype, x.dtype):
-        x, dtype = x.to(dtype), None  # between the 16-bit dtypes
+    elif dtype is not None and (not x.is_cuda or torch.float32 not in (dtype, x.dtype)):
+        x, dtype = x.to(dtype), None  # the launch does not cast between the 16-bit dtypes
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     return transposed(x.view(n * rows, cols), n, name).view(n, cols, rows)
 
