@@ -111,6 +111,8 @@ __device__ __forceinline__ void map_elements(long long begin, long long count, l
     });
 }
 
+// The same for all elements of matrices of m rows and n columns: those that fill words if all matrices are whole, and then
+// the rest.
 template <int READ, int WRITTEN, typename Work>
 __device__ __forceinline__ void map(long long m, long long n, const Strided<const T> (&from)[READ],
                                     const Strided<T> (&to)[WRITTEN], const Work& work) {

@@ -41,7 +41,7 @@ __device__ void convert(A v, B& out) {
         out = to_float(v);
 }
 
-// A vector as it moves, in one access.
+// A vector as it moves, in one access. As elements of 16 bits, the compiler would move it in pieces.
 template <int BYTES>
 struct OfBytes;
 template <>

@@ -18,13 +18,14 @@ struct ReduceSplitKProblem {
 
 constexpr int THREADS = 256, AT_ONCE = 8;  // partials that a thread has in flight
 
+// Without the 2, the compiler would keep to 44 registers, and wait for one load after the other.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     reduce_split_k(const __grid_constant__ ReduceSplitKProblem p, const float* partials, void* c) {
     await_kernel_ahead();
     __shared__ double sums[THREADS][4];
     const int share = int(p.share), at_once = THREADS / share, number = int(p.number);
-    const unsigned pitch = unsigned(p.pitch / 4),
-                   words = unsigned(p.n) * pitch;  // a grid, and so `words`, is below 2^31
+    const unsigned pitch = unsigned(p.pitch / 4);
+    const unsigned words = unsigned(p.n) * pitch;  // a grid, and so `words`, is below 2^31
     const int mine = int(threadIdx.x) % at_once, which = int(threadIdx.x) / at_once;
     for_each_item((words + at_once - 1) / at_once, [&](unsigned item) {
         const unsigned word = item * at_once + mine;

@@ -166,13 +166,13 @@ def gpu(device: int) -> _plan.Device:
         sms, pairs, fours, eights, sixteens = (
             resident_clusters(function, _plan.SM90_THREADS, size, shared) for size in (1, 2, 4, 8, 16)
         )
-    memory = _memory(handle.attributes)
-    return found._replace(sms=sms, pairs=pairs, fours=fours, eights=eights, sixteens=sixteens, memory=memory)
+    bandwidth = _bandwidth(handle.attributes)
+    return found._replace(sms=sms, pairs=pairs, fours=fours, eights=eights, sixteens=sixteens, bandwidth=bandwidth)
 
 
-def _memory(attributes: Mapping[str, Any]) -> float:
-    """Return `Device.memory`. It is 1 where it is unknown, and for memory nearly as fast as an H200's."""
-    # an H200's 3201 MHz and 6144 bits
+def _bandwidth(attributes: Mapping[str, Any]) -> float:
+    """Return `Device.bandwidth`. It is 1 where it is unknown, and for memory nearly as fast as an H200's."""
+    # the divisor is an H200's, in kHz and bits
     part = attributes.get("MemoryClockRate", 0) * attributes.get("GlobalMemoryBusWidth", 0) / (3_201_000 * 6144)
     return round(part, 2) if 0.1 < part < 0.9 else 1.0
 

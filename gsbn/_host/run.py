@@ -51,7 +51,8 @@ class Operation:
     # allocated
     result: Callable[[Kind, Arrays, Any, Checked | None, list[Any]], Any]
     on_cpu: Callable[[Kind, Arrays, Any, frozenset[str], Any], Any]
-    # positions of the arguments for which the program depends on whether the address is a multiple of 16 bytes
+    # positions of the arguments for which the program depends on whether the address is a multiple of 16 bytes; always
+    # four, so fewer are repeated
     aligned: tuple[int, int, int, int] = (0, 0, 0, 0)
     # the types of the options that may be numbers: they are a part of the key, because True == 1 == 1.0
     types: Callable[[Options], tuple[type, ...]] = lambda options: ()

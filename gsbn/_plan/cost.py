@@ -10,7 +10,7 @@ from .h200_products import PRODUCTS
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
-from .sm90_variants import SM90_BLOCK_N, by_limbs, occupancy, stages
+from .sm90_variants import SM90_BLOCK_N, by_limbs, largest_block, occupancy, stages
 
 
 def one_launch_us(
@@ -74,8 +74,9 @@ def one_launch_us(
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _off_line(p, rates)
     stored = y * (1 + saves) / rates.y_rate[mode]  # deviations are stored like y
     tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + stored
-    if mode == "training" and cluster == split == 1 and n > SM90_BLOCK_N and ITEMSIZE[dtype] == 2 and block_m == 256:
-        tile *= rates.alone[mode]
+    largest = ITEMSIZE[dtype] == 2 and block_m == largest_block(element)
+    if mode == "training" and largest and cluster == split == 1 and n > SM90_BLOCK_N:
+        tile *= rates.alone[mode]  # a CTA of a pair loads half of a tile of x
     if split > 1:
         sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums that each CTA receives
         tile += rates.exchange_us + sent / rates.exchange_rate

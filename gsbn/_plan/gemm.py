@@ -158,9 +158,9 @@ def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> T
     # Of two clusters that have all rows, the one with twice as many CTAs and half the rows per CTA was faster.
     whole = {(tile.mode, tile.element, *tile.shape) for tile in found if tile.mode == "cluster_batch"}
     best = min(t for t in found if (t.mode, t.element, t.block_m // 2, 2 * t.cluster) not in whole)
-    if best.mode not in ("training", "recompute") or best.split > 1 or ITEMSIZE[p.dtype] > 2 or p.device.memory == 1.0:
+    alike, rates = [t for t in found if t.mode != "cluster_batch" and t.split == 1], H200.on(p.device)
+    if mode != "training" or best not in alike or ITEMSIZE[p.dtype] > 2 or p.device.bandwidth == 1.0:
         return best
-    rates, alike = H200.on(p.device), [t for t in found if t.mode != "cluster_batch" and t.split == 1]
     return min(alike, key=lambda t: (tile_of(p, t.mode, element, *t.shape, call=call, rates=rates) or t).us)
 
 

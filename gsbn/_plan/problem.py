@@ -36,7 +36,7 @@ class Device(NamedTuple):
     eights: int | None = None
     sixteens: int | None = None
     limited: bool = False  # a launch may take no SM beyond `sms`, though there are more
-    memory: float = 1.0  # the bandwidth of its memory, divided by an H200's
+    bandwidth: float = 1.0  # of its memory, divided by an H200's
 
     def at_most(self, sms: int | None) -> Device:
         """Return the device for a call that may occupy `sms` SMs. Each SM left out may break another cluster."""

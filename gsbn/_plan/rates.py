@@ -79,8 +79,8 @@ class Rates(NamedTuple):
 
     def on(self, device: Device) -> Rates:
         """Return the rates of a forward in training on a device with slower or faster memory than an H200's."""
-        if device.memory == 1.0:
+        if device.bandwidth == 1.0:
             return self
-        y_rate = self.y_rate | {"training": self.y_rate["training"] * device.memory}
-        deferred_rate, copy_rate = self.deferred_rate * device.memory, self.copy_rate * device.memory
+        y_rate = self.y_rate | {"training": self.y_rate["training"] * device.bandwidth}
+        deferred_rate, copy_rate = self.deferred_rate * device.bandwidth, self.copy_rate * device.bandwidth
         return self._replace(y_rate=y_rate, deferred_rate=deferred_rate, copy_rate=copy_rate)

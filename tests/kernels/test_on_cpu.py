@@ -19,6 +19,7 @@ from gsbn._plan import Limits, declared
 from gsbn._plan.copies import matrix_copy
 from gsbn._plan.problem import Matrix, round_up
 from gsbn._plan.split_k import split_k_reduction
+from gsbn._plan.variants import THREADS
 from tests.support import on_cpu
 from tests.support.forwards import truth_and_bounds
 from tests.support.gradients import before_relu, draw_dy, gradient_bounds, step, truth_of
@@ -104,7 +105,7 @@ def test_a_dy_of_one_column(way: str) -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(40, 1024), (33, 37), (9, 8)], ids=str)
 def test_a_residual(shape: tuple[int, int], dtype: str, layout: str) -> None:
     """v = u + residual is rounded once; max(v, 0) and the gradient before it are exact."""
@@ -123,6 +124,13 @@ def test_a_residual(shape: tuple[int, int], dtype: str, layout: str) -> None:
         assert_same_bits(KIND.get(dv), wanted[1])
 
 
+def launch(folder: Path, kernel: Any, grid: int, fields: dict[str, int], *arrays: Any) -> None:
+    """Run a kernel that takes these fields and the addresses of these arrays."""
+    record = declared.record(kernel, fields)
+    words = (ctypes.c_uint64 * len(arrays))(*map(on_cpu.Kind().pointer, arrays))
+    on_cpu.compiled(kernel, folder)(grid, THREADS, ctypes.c_void_p(record.ctypes.data), words)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", [1, 3, 30, 64, 65, 132, 200])
 @pytest.mark.parametrize(("n", "k"), [(96, 200), (3, 5), (64, 1)])
@@ -134,9 +142,8 @@ def test_adds_partial_products(folder: Path, n: int, k: int, number: int, dtype:
     partials[..., :k] = np.random.default_rng(0).integers(-9, 9, (number, n, k))
     c = on_cpu.Kind().empty((n, k), np.empty(0, DTYPES[dtype]))
     fields = {"n": n, "k": k, "pitch": pitch, "size": n * pitch, "number": number, "share": plan.share}
-    record = declared.record(plan.kernel, fields | {"to_c": 8 + declared.kind_code(dtype)})
-    words = (ctypes.c_uint64 * 2)(partials.ctypes.data, on_cpu.Kind().pointer(c))
-    on_cpu.compiled(plan.kernel, folder)(plan.grid, 256, ctypes.c_void_p(record.ctypes.data), words)
+    fields["to_c"] = 8 + declared.kind_code(dtype)
+    launch(folder, plan.kernel, plan.grid, fields, partials, c)
     assert_same_bits(np.asarray(c), partials[..., :k].sum(0, np.float64).astype(c.dtype))
 
 
@@ -151,9 +158,7 @@ def copied(folder: Path, source: Any, at: Matrix, to: Matrix, dtype: str, shape:
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, to.strides, strict=True))
     made = on_cpu.Kind().empty((matrices * size,), source, dtype)
     made[:] = 1
-    record = declared.record(kernel, fields)
-    words = (ctypes.c_uint64 * 2)(*(a.__array_interface__["data"][0] for a in (source, made)))
-    on_cpu.compiled(kernel, folder)(grid, 256, ctypes.c_void_p(record.ctypes.data), words)
+    launch(folder, kernel, grid, fields, source, made)
     return made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gsbn._cuda.kernels import _memory
+from gsbn._cuda.kernels import _bandwidth
 from gsbn._plan import Device
 from gsbn._plan.h200 import H200 as RATES
 from tests.plan.fits import A100, H200, OLD_NVRTC, SHARES, contiguous, is_recompute
@@ -159,16 +159,16 @@ def test_recompute_is_chosen_where_it_was_measured_faster(
 def test_slower_memory_makes_g_twice_more_often(shape: tuple[int, int, int], recomputes: bool, cluster: int) -> None:
     """An H100's memory has 0.68 of an H200's bandwidth."""
     m, k, n = shape
-    one = plan(contiguous(m, n, k, "bfloat16", device=H200._replace(memory=0.68)), training=True, saved=True).one
+    one = plan(contiguous(m, n, k, "bfloat16", device=H200._replace(bandwidth=0.68)), training=True, saved=True).one
     assert one is not None and is_recompute(one) == recomputes and one.cluster == cluster
-    assert RATES.on(H200) is RATES and RATES.on(H200._replace(memory=0.5)).copy_rate == RATES.copy_rate / 2
+    assert RATES.on(H200) is RATES and RATES.on(H200._replace(bandwidth=0.5)).copy_rate == RATES.copy_rate / 2
 
 
 def test_the_bandwidth_of_memory() -> None:
     """In kHz and bits: an H200, an H100, an A100; one that tells nothing."""
     for clock, width, want in [(3_201_000, 6144, 1.0), (2_619_000, 5120, 0.68), (1_593_000, 5120, 0.41)]:
-        assert _memory({"MemoryClockRate": clock, "GlobalMemoryBusWidth": width}) == want
-    assert _memory({}) == 1.0
+        assert _bandwidth({"MemoryClockRate": clock, "GlobalMemoryBusWidth": width}) == want
+    assert _bandwidth({}) == 1.0
 
 
 def test_regret_is_small_on_the_measured_sweep() -> None:
