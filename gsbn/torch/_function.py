@@ -34,6 +34,7 @@ from ._autograd import (
     kind_of_tensor,
     needed_of,
     operands,
+    shared_cast,
     transforms,
     widens,
 )
@@ -361,7 +362,7 @@ class _Norm(Function):
 def _apply(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
 ) -> Any:
-    more = state, options, dtype
+    more = state, options, dtype, shared_cast(weight, dtype)
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second node costs 40 us on
     # the host; a GPU processes some millions of elements in that time. One node serves if one launch makes dg and both
     # products, because dg is then never written. It also serves if one launch makes both products of few rows, because
@@ -385,12 +386,12 @@ _FOUR = (False,) * 4
 
 
 def _forward(
-    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
-) -> tuple[Any, Saved, How]:
-    wide = widens(dtype, weight)
-    x, weight = cast(x, dtype), cast(weight, dtype)
-    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None, None), options)
-    return y, saved, How.of(saved, (), wide=wide)
+    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any,
+    cast_weight: Any,
+) -> tuple[Any, Saved, How]:  # fmt: skip
+    """Return y, and what the backward needs."""
+    y, saved = forward_of((cast(x, dtype), cast_weight, scale, bias, gamma, beta, *state, None, None, None), options)
+    return y, saved, How.of(saved, (), wide=widens(dtype, weight))
 
 
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
