@@ -91,6 +91,10 @@
 // next launch then begin before those of this launch have ended. It pays where tiles are small and one wave of them
 // fills the SMs.
 //
+// Residual. With RESIDUAL, y = f(u + residual), where u is the y that the formulas above give without f. Where y follows
+// a mainloop, the producer loads the tile's residual into the next stages, behind the operands. A thread reads the
+// elements that it needs when it stages y. The deferred epilogue reads the residual beside the deviations.
+//
 // Ranks. With RANKS several GPUs share the batch. In step 4 the merger posts the statistics of its share to all ranks.
 // Another warp, the joiner, collects what all ranks have posted and goes on with the statistics of the whole batch
 // (common/ranks.cuh). The grid leaves some SMs free: a peer may wait for another kernel that has to run here.
@@ -142,6 +146,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
 #if SAVE_DEVIATIONS
     const __grid_constant__ TensorMap deviations_map,  // the same for the deviations, whose pitch is p.ld_deviations
 #endif
+#if RESIDUAL
+    const __grid_constant__ TensorMap residual_map,  // the same for the residual, whose pitch is p.residual_row
+#endif
     char* y,
     Word* partial,  // [feature block][part][BLOCK_N]: mean and M2 of a feature over some rows (RowParts)
     Word* merged,   // statistics over all rows: await_merged has the layout
@@ -165,6 +172,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
 #if RENORM
     ,
     const void* renorm  // r_max and d_max, or null
+#endif
+#if RESIDUAL
+    ,
+    const char* residual  // (m, n)
 #endif
 ) {
     const long long m = p.m, n = p.n, k = p.k, y_pitch = p.y_row * Y_BYTES;
@@ -215,6 +226,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
                      .x_map = x_map,
                      .w_map = w_map,
                      .y_map = y_map,
+#if RESIDUAL
+                     .residual_map = residual_map,
+                     .residual = residual,
+#endif
                      .for_backward = for_backward,
                      .y = y,
                      .partial = partial,

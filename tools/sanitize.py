@@ -108,13 +108,19 @@ def agree(got, want):
         raise SystemExit(f"wrong: {error} ({NAME})")
 
 
-def forward(within, shape, dtype, gemm, training, precision="highest", saves=False, activation=None, group=None):
+def forward(
+    within, shape, dtype, gemm, training, precision="highest", saves=False, activation=None, group=None, adds=False
+):
     host, native = operands(shape, dtype)
+    if adds:
+        host["residual"] = host["x"][:, :1] * host["weight"][:, 0]
+        native["residual"] = cp.asarray(host["residual"])
     options = {"training": training, "precision": precision, "gemm": gemm, "return_saved": saves, "group": group}
     y = forward_within(within, **native, **options, activation=activation)
     want = reference.forward(**host, training=training, activation=activation)
     if saves:
         y, saved = y
+        assert saved.residual == adds
         g = host["x"].astype("f8") @ host["weight"].astype("f8").T
         agree(saved.deviations[:, : shape[2]].astype("f8") * saved.vectors[4], g - g.mean(0))
     agree(y, want.y)
@@ -265,7 +271,9 @@ def sm90(element, mode, block_m, cluster, saves=False, activation=None, ranks=Fa
             multiply(within, last_shape, dtype, precision)
         else:
             group = alone() if ranks else None
-            forward(within, last_shape, dtype, "sm90", mode != "inference", precision, saves, activation, group)
+            training, may_add = mode != "inference", precision == "highest" and dtype != "float32" and last == 40
+            for adds in (False, True) if may_add and group is None and saves == training else (False,):
+                forward(within, last_shape, dtype, "sm90", training, precision, saves, activation, group, adds)
 
 
 def skinny(element, features, chunks, activation):

@@ -109,6 +109,10 @@ def program_of(
     keeps = keeps_u(options) if keeps is None else keeps
     of_u, result = _plan.place_of_u(p, out=out is not None, keeps=keeps) if activates else (p, {"out": out is not None})
     plan = _plan.plan_forward if groups == 1 else partial(_plan.plan_ghosts, groups=int(groups))
+    at = None if residual is None else matrix_of(residual)
+    in_epilogue = at is not None and of_u is p and groups == 1  # one launch may add the residual as it makes y
+    if in_epilogue:
+        result |= {"residual": at}
     program = plan(
         of_u,
         training=bool(training),
@@ -118,7 +122,7 @@ def program_of(
         gemm=gemm,
         prepared=limbs,
         saves=bool(return_saved),
-        activation=None if activates else activation,
+        activation=None if activates and not in_epilogue else activation,
         number=number,
         vectors=vector_codes(views),
         renorm=None if renorm is None else renorm._asdict() | {"renorm": vector_code(views["renorm"])},
@@ -126,9 +130,8 @@ def program_of(
         ranks=ranks,
         **result,
     )
-    if not activates:
+    if not activates or program.adds:
         return program
-    at = None if residual is None else matrix_of(residual)
     return _plan.then_activate(program, p, activation, out=out is not None, keeps=keeps, residual=at)
 
 
@@ -214,7 +217,7 @@ FORWARD = Operation(
     arguments=ARRAYS,
     required=REQUIRED,
     foreign=len(ARRAYS),
-    aligned=(0, 1, len(ARRAYS) - 1, 0),
+    aligned=(0, 1, len(ARRAYS) - 1, len(ARRAYS) - 2),
     types=_types,
     check=forward_views,
     program=program_of,

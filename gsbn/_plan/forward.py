@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from .copies import in_rows, start_on_words, vector_rows, whole_words
 from .declared import flags
-from .forward_path import gemm_for, mode_of, one_pass_serves, stores_vectors_alone, taken_by
-from .gemm import OfCall, OneLaunch, one_launch, tiled, waiting_grid
+from .forward_passes import divide
+from .forward_path import gemm_for, mode_of, one_pass_serves, stores_vectors_alone, taken_by, takes_residual
+from .gemm import OfCall, OneLaunch, one_launch, tiled
 from .limbs import Splits, lay_out, split_of
 from .problem import (
     INT32_MAX,
@@ -16,9 +17,7 @@ from .problem import (
     REMAT_ROWS,
     RENORM_ROWS,
     SAVED_ROWS,
-    SPLITS,
     VECTORS,
-    Device,
     Matmul,
     Matrix,
     Ranks,
@@ -29,14 +28,12 @@ from .problem import (
     letters,
     posts_at,
     round_up,
-    row_threads_for,
-    split_rows,
 )
 from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
 from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
-from .sm90_variants import SM90_THREADS, by_limbs, element_for, saving_vectors
-from .sources import Constants, with_activation, with_ghosts, with_renorm
+from .sm90_variants import SM90_THREADS, adding_residual, by_limbs, element_for, saving_vectors
+from .sources import with_activation, with_ghosts, with_renorm
 from .tensor_maps import map_arguments
 from .variants import (
     GHOST_FEATURES,
@@ -50,9 +47,6 @@ from .variants import (
 
 PREPARED = ("limbs of weight", "exponents of weight")  # extra arguments of a call with a prepared weight
 NO_VECTORS = dict.fromkeys(VECTORS, 0)
-# CTAs per SM, and rows that a thread holds at once
-STATS_CTAS, STATS_GROUP = 2, Constants("scale_stats.cu", {})["GROUP"]
-NORMALIZE_CTAS, NORMALIZE_GROUP = 4, Constants("normalize.cu", {})["UNROLL"]
 
 
 class _Call(NamedTuple):
@@ -71,6 +65,7 @@ class _Call(NamedTuple):
     renorm: Mapping[str, Any] | None
     ranks: Ranks | None
     groups: int  # how many ghost batches there are
+    residual: Matrix | None  # layout of the residual that the one launch may add
     # memory of x and weight (or of copies), y, deviations, vectors, num_batches_tracked; ABSENT for what is not there
     names: tuple[str, str, str, str, str, str]
     fields: dict[str, Any]  # the fields of the kernels' structs that the caller determines
@@ -97,6 +92,7 @@ def plan_forward(
     out: bool = False,
     ranks: Ranks | None = None,
     groups: int = 1,
+    residual: Matrix | None = None,
     result: str = "y",
 ) -> Program:
     """Plan a forward call. If ranks share the batch, `p` may have no rows; all other sizes are at least 1.
@@ -104,8 +100,9 @@ def plan_forward(
     `prepared`: the weight's limbs exist. `saves`: the call saves deviations and vectors for a backward. `number`: the
     scale, if it is not an array. `vectors`: the result of `vector_codes`. `renorm`: the fields of the kernels' structs
     for batch renormalisation. `counts`: num_batches_tracked is given. `out`: y is given. `groups`: how many ghost
-    batches there are; 1 in inference. `result`: the name of the array that the call makes for y without `out`;
-    `activate.py` names it "u".
+    batches there are; 1 in inference. `residual`: the layout of a residual that the one launch adds where it can
+    (`Program.adds`); elsewhere the program computes y without the residual and the activation. `result`: the name of
+    the array that the call makes for y without `out`; `activate.py` names it "u".
 
     Raises a ValueError that names `gemm` if that GEMM cannot serve the call.
     """
@@ -141,6 +138,9 @@ def plan_forward(
     ):
         skinny = skinny_forward(p, precision, training=training, saves=saves)
     taken = for_skinny(p) if skinny else taken_by(p, chosen, element_for(p.dtype, precision), fused)
+    how = {"training": training, "saves": saves, "bare": renorm is None and ranks is None}
+    if residual is not None and not (fused and takes_residual(taken, residual, **how)):
+        residual = activation = None
 
     build = Builder(p.device)
     saved_dtype = deviations_dtype(p.dtype, p.m // groups, training=training) if saves else None
@@ -155,7 +155,7 @@ def plan_forward(
     names = x_name, w_name, y, *saved, count
     call = _Call(
         p, taken, m, chosen, training, precision, saved_dtype, remat, activation, cumulative, reads_count,
-        prepared, renorm, ranks, groups, names, fields,
+        prepared, renorm, ranks, groups, residual, names, fields,
     )  # fmt: skip
     if fused:
         _in_one_launch(build, call)
@@ -201,7 +201,11 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
         taken = taken._replace(limits=taken.limits._replace(recompute=True))
     one = one_launch(taken, mode_of(call.training), call.precision, of_call)
     kernel = saving_vectors(one.kernel) if call.remat else one.kernel
-    one = one._replace(kernel=with_activation(kernel, call.activation))
+    residual, activation = call.residual, call.activation
+    if residual is not None and one.split > 1:
+        residual = activation = None
+    kernel = kernel if residual is None else adding_residual(kernel)
+    one = one._replace(kernel=with_activation(kernel, activation))
     if one.defers and not whole_words(taken.y, p.n, size):
         taken = taken._replace(y=in_rows(p.n, size))
     vector_y = whole_words(taken.y, p.n, size)
@@ -242,6 +246,11 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
         passed |= {"deviations": deviations}
     if saves:
         passed |= {"saved": vectors}
+    if residual is not None:
+        rows, cols, _, *rest = boxes[2]
+        fields |= {"residual_row": residual.strides[0]}
+        maps.append(("residual", (rows, cols, residual.strides[0] * size, *rest)))
+        passed |= {"residual": "residual"}
     if not vector_y:  # the kernel does not use the map of y
         maps[2] = maps[0]
     if call.ranks is not None:
@@ -274,7 +283,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     flat, ghosts = flattened(p, call.groups), call.groups > 1
     one_pass = not skinny and one_pass_serves(flat, training, call.reads_count and not ghosts, where)
     merges = training and not one_pass
-    division = _divide(flat, skinny, 16 // g_size, one_pass)
+    division = divide(flat, skinny, 16 // g_size, one_pass)
 
     # The workspace holds constants, the statistics of each split, the statistics of each ghost batch, and g.
     affine, columns = 0, flat.n if ghosts else ldg
@@ -344,37 +353,6 @@ def _of_renorm(call: _Call) -> dict[str, str]:
     return {} if call.renorm is None else {"renorm": "renorm"}
 
 
-class _Division(NamedTuple):
-    """How the work of the passes after the GEMM is divided among CTAs."""
-
-    splits: int  # CTAs that share the rows of a block of features to compute statistics
-    stats_grid: int
-    merge_grid: int
-    normalize_grid: int
-    fields: dict[str, int]
-
-
-def _divide(p: Matmul, skinny: Skinny | None, columns: int, one_pass: bool) -> _Division:
-    """Divide the work of the passes. A thread has `columns` columns.
-
-    `one_pass`: a CTA has all rows of its features, and needs no statistics of other CTAs.
-    """
-    device = p.device
-    blocks, row_threads = _one_pass_threads(p.m, p.n, columns, device) if one_pass else row_threads_for(p.n, columns)
-    rows = THREADS // row_threads  # rows that a CTA takes at once
-    splits, stats_rows = split_rows(p.m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
-    row_blocks, normalize_rows = split_rows(p.m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
-    if one_pass:
-        splits, row_blocks, normalize_rows = 1, 1, p.m
-    stats_grid, normalize_grid = device.grid(blocks * splits), device.grid(blocks * row_blocks)
-    if skinny is not None:
-        splits, stats_rows, stats_grid, normalize_grid = skinny.splits, skinny.rows, skinny.grid, skinny.grid
-    merge_columns, merge_grid = _merge(p.n, splits, device)
-    fields = {"row_threads": row_threads, "stats_rows": stats_rows, "normalize_rows": normalize_rows}
-    fields |= {"splits": splits, "merge_columns": merge_columns}
-    return _Division(splits, stats_grid, merge_grid, normalize_grid, fields)
-
-
 def _multiply(
     build: Builder, call: _Call, q: Matmul, product: OneLaunch | None, limbs: Splits, g: str, fields: dict[str, Any]
 ) -> None:
@@ -416,31 +394,3 @@ def _merge_statistics(
     if ranks is not None:
         passed["ranks"] = "ranks"
     build.launch(kernel, grid, fields, passed)
-
-
-def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
-    """Return how many columns an item of merge_statistics has, and how many CTAs the kernel has.
-
-    An item has few columns, so that many threads share a column and no thread has more than 8 splits. But half of the
-    SMs stay free, since the CTAs may wait for other ranks.
-    """
-
-    def fits(columns: int) -> bool:
-        items = ceil_div(n, columns)
-        return 2 * columns * splits > 8 * THREADS and items == waiting_grid(items, device)
-
-    columns = 8
-    while columns < THREADS and not fits(columns):
-        columns *= 2
-    return columns, waiting_grid(ceil_div(n, columns), device)
-
-
-def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
-    """Return how many blocks of columns there are, and row_threads, if a CTA has all rows and a thread at most 16.
-
-    It takes the most row_threads that keep all SMs busy, at least 2 (32 bytes of a row).
-    """
-    row_threads, most = 2, min(16, STATS_GROUP * THREADS // m)
-    while 2 * row_threads <= most and ceil_div(n, 2 * row_threads * columns) >= device.sms:
-        row_threads *= 2
-    return ceil_div(n, row_threads * columns), row_threads

@@ -70,6 +70,11 @@ class Program(NamedTuple):
     steps: tuple[Step, ...]
     limited: bool = False  # no launch begins before the one ahead has ended
 
+    @property
+    def adds(self) -> bool:
+        """Whether a launch adds the residual."""
+        return any("residual" in step.passed for step in self.launches())
+
     def launches(self, name: str | None = None) -> list[Launch]:
         """Return all launches, or the launches of the kernel with this name."""
         return [step for step in self.steps if isinstance(step, Launch) and name in (None, step.kernel.name)]

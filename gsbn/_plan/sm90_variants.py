@@ -53,6 +53,8 @@ def sm90_kernels() -> Iterator[Kernel]:
         yield kernel
         if dict(kernel.defines)["SAVE_DEVIATIONS"] == "1":
             yield renormalising(kernel)
+        if _may_add(kernel):
+            yield adding_residual(kernel)
 
 
 def renormalising(kernel: Kernel) -> Kernel:
@@ -64,6 +66,21 @@ def renormalising(kernel: Kernel) -> Kernel:
 def saving_vectors(kernel: Kernel) -> Kernel:
     """Return the variant of mode "recompute" that saves vectors for a backward that computes g again."""
     return kernel._replace(defines=tuple((dict(kernel.defines) | {"SAVE_VECTORS": "1"}).items()))
+
+
+def adding_residual(kernel: Kernel) -> Kernel:
+    """Return the variant, of a variant in 16 bits for training with a backward or for inference, that adds a residual.
+
+    It has neither split-k, ranks nor batch renormalisation, and its channels come last.
+    """
+    return kernel._replace(defines=(*kernel.defines, ("RESIDUAL", "1")))
+
+
+def _may_add(kernel: Kernel) -> bool:
+    of = dict(kernel.defines)
+    serves = of["MODE"] == MODES["inference"] or (of["MODE"] != MODES["gemm"] and of["SAVE_VECTORS"] == "1")
+    in_16_bits = of["ELEMENT"] in (ELEMENTS["float16"], ELEMENTS["bfloat16"])
+    return serves and in_16_bits and of["SPLIT_K"] == "1" and of["RANKS"] == "0" and "CHANNELS_FIRST" not in of
 
 
 def _without_renorm() -> Iterator[Kernel]:

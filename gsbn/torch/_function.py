@@ -41,7 +41,7 @@ from ._autograd import (
 from ._channels_first import COPIES, IN_PLACE, channels_first, way_of
 from ._groups import group_of, name_of
 from ._operators import recorded
-from ._residual import added, check_residual
+from ._residual import added, check_residual, joined, may_join
 from ._transpose import rows_of
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
@@ -108,9 +108,9 @@ def linear_batch_norm(
         The number of ghost batches in training, as in `gsbn.forward`. It must divide N, and be 1 with `process_group`.
     residual : tensor of y's shape, optional
         A tensor that is added before the activation: ``activation(batch_norm(linear(x)) + residual)``. If it has
-        another dtype, such as float32 under autocast, y has the wider of the two dtypes, as in PyTorch. On a GPU, one
-        launch adds a residual of y's dtype and applies the activation. Under ``torch.compile``, and for other dtypes
-        and some layouts of three and more dimensions, PyTorch's own operators do this.
+        another dtype, such as float32 under autocast, y has the wider of the two dtypes, as in PyTorch. On a GPU, gsbn
+        adds a residual of y's dtype and applies the activation. Under ``torch.compile``, and for other dtypes and some
+        layouts of three and more dimensions, PyTorch's own operators do this.
 
     Returns
     -------
@@ -168,7 +168,9 @@ def call(
         checked_activation(activation)
         if x.dim() > 1 and weight.dim() > 1:  # else the call below raises an error
             check_residual(residual, (x.shape[0], weight.shape[0], *x.shape[2:]), x.device)
-        if x.dim() < 3 or not in_rows(x):
+        if x.dim() == weight.dim() == 2 and may_join(x, residual, activation, _dtype_of(x)):
+            pass  # the call below takes it
+        elif x.dim() < 3 or not in_rows(x):
             of_u = x, weight, bias, scale, gamma, beta, state, options, None, process_group, renorm, groups
             return added(call(*of_u), residual, activation)
     if groups.__class__ is not int or groups != 1:
@@ -228,11 +230,20 @@ def call(
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
         options = *options, True, None, activation, group, renorm, groups
-        return _apply(x, weight, bias, scale, gamma, beta, state, options, dtype)
-    if dtype is not None:
-        x, weight = cast(x, dtype), cast(weight, dtype)
-    arrays = x, weight, scale, bias, gamma, beta, *state, None, None, None
-    return forward_of(arrays, (*options, False, None, activation, group, renorm, groups))
+        y = _apply(x, weight, bias, scale, gamma, beta, state, options, dtype, residual)
+    else:
+        if dtype is not None:
+            x, weight = cast(x, dtype), cast(weight, dtype)
+        constant = None if residual is None else residual.detach()
+        arrays = x, weight, scale, bias, gamma, beta, *state, None, constant, None
+        y = forward_of(arrays, (*options, False, None, activation, group, renorm, groups))
+    return y if residual is None else joined(y, residual, activation)
+
+
+def _dtype_of(x: Any) -> Any:
+    """Return the dtype of y."""
+    device = "cuda" if x.is_cuda else "cpu"
+    return get_autocast_dtype(device) if is_autocast_enabled(device) and x.dtype is not torch.float64 else x.dtype
 
 
 def _recorded_limits(renorm: Any) -> tuple[Any, Any]:
@@ -360,9 +371,10 @@ class _Norm(Function):
 
 
 def _apply(
-    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
-) -> Any:
-    more = state, options, dtype, shared_cast(weight, dtype)
+    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any,
+    residual: Any,
+) -> Any:  # fmt: skip
+    more = state, options, dtype, shared_cast(weight, dtype), residual
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second node costs 40 us on
     # the host; a GPU processes some millions of elements in that time. One node serves if one launch makes dg and both
     # products, because dg is then never written. It also serves if one launch makes both products of few rows, because
@@ -387,10 +399,13 @@ _FOUR = (False,) * 4
 
 def _forward(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any,
-    cast_weight: Any,
+    cast_weight: Any, residual: Any,
 ) -> tuple[Any, Saved, How]:  # fmt: skip
-    """Return y, and what the backward needs."""
-    y, saved = forward_of((cast(x, dtype), cast_weight, scale, bias, gamma, beta, *state, None, None, None), options)
+    """Return y, and what the backward needs; with a residual, that from u on."""
+    arrays = cast(x, dtype), cast_weight, scale, bias, gamma, beta, *state, None, residual, None
+    y, saved = forward_of(arrays, options)
+    if residual is not None:
+        saved = saved._replace(activation=None, residual=False, kept=None)
     return y, saved, How.of(saved, (), wide=widens(dtype, weight))
 
 

@@ -73,7 +73,7 @@ struct RematTile {
                 uint4* at = dy + place(8 * j + lane / 16 * 8 + lane % 8,
                                        (group * BLOCKS + block) * 8 + 2 * warp + lane / 8 % 2);
                 unsigned words[4];
-                load_matrices_trans(words, at);
+                load_matrices_trans(words, smem(at));
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int first = Accumulator::at(j + i / 2, i % 2, 0);

@@ -27,6 +27,9 @@
 #ifndef K_IN_SAMPLES
 #define K_IN_SAMPLES 0  // 1: x is (samples, m, length), w (samples, n, length); k has all lengths; y is (splits, m, n)
 #endif
+#ifndef RESIDUAL
+#define RESIDUAL 0  // 1, in 16 bits: y = f(u + residual)
+#endif
 
 struct ForwardSm90Problem {
     long long m, n, k;        // rows of x, features, terms of a product's sum
@@ -47,6 +50,9 @@ struct ForwardSm90Problem {
 #endif
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, if there is no vector
+#if RESIDUAL
+    long long residual_row;  // row pitch of the residual, in elements
+#endif
 #if RENORM
     long long renorm, warmup;  // the vector code of r_max and d_max; batches before corrections begin
     double r_max, d_max;       // the limits, if there is no vector
@@ -73,6 +79,8 @@ static_assert(!K_IN_SAMPLES ||
 static_assert(!CHANNELS_FIRST || (X_MN_MAJOR && !FLOAT32_OUTPUT && SPLIT_K == 1 && !RANKS && MODE != MODE_TRAINING &&
                                   MODE != MODE_CLUSTER_BATCH),
               "with CHANNELS_FIRST no tile is deferred or divided");
+static_assert(!RESIDUAL || (OF_16_BITS && MODE != MODE_GEMM && SPLIT_K == 1 && !CHANNELS_FIRST && !RANKS && !RENORM),
+              "the planner adds other residuals in a launch of their own");
 static_assert(!W_MN_MAJOR || (MODE == MODE_GEMM && (OF_16_BITS || ELEMENT == ELEMENT_LIMBS_RS)),
               "W_MN_MAJOR is for products of 16 bits or by LIMBS_RS");
 static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS && !(MODE == MODE_CLUSTER_BATCH && CLUSTER > 1)),
@@ -117,6 +125,11 @@ constexpr int W_BYTES = MATRICES * BLOCK_N * 128;
 constexpr int X_BYTES = MATRICES * PRODUCT_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 static_assert(!X_MN_MAJOR || PRODUCT_M / X_SHARERS % COLUMN == 0, "a CTA loads whole columns");
+
+// The residual of a tile takes one stage, or one for each warpgroup of consumers: 64 features as rows of 128 bytes.
+constexpr int RESIDUAL_BYTES = BLOCK_M * 128;  // of a warpgroup
+constexpr int RESIDUAL_STAGES = !RESIDUAL ? 0 : WARPGROUPS * RESIDUAL_BYTES > STAGE_BYTES ? WARPGROUPS : 1;
+static_assert(RESIDUAL_BYTES <= STAGE_BYTES && RESIDUAL_STAGES < STAGES, "a residual fits into stages");
 
 // Accumulators of a thread (accumulator.cuh).
 constexpr int ACC = BLOCK_M / 2;            // of a tile

@@ -116,6 +116,10 @@ struct ForBackward {  // with SAVE_DEVIATIONS: the deviations (m, n); with SAVE_
 struct Cta {
     const ForwardSm90Problem& p;
     const TensorMap &x_map, &w_map, &y_map;
+#if RESIDUAL
+    const TensorMap& residual_map;
+    const char* residual;
+#endif
     const ForBackward for_backward;
     char* y;
     Word *partial, *merged;
@@ -163,6 +167,17 @@ struct Cta {
     __device__ __forceinline__ Tile tile(int nth, int rank) const {
         if constexpr (MODE == MODE_RECOMPUTE) return {own_tiles.row(nth), own_tiles.col * CLUSTER + rank};
         return scheduler.at(cluster_id() + nth * clusters, rank);
+    }
+
+    // Whether y follows from the CTA's nth product at once. Other tiles are deferred, or come again in MODE_RECOMPUTE.
+    __device__ __forceinline__ bool stores_y(int nth) const {
+        if constexpr (MODE == MODE_RECOMPUTE) return nth >= tiles() - !REMAT;
+        return !DEFERS || nth == tiles() - 1;
+    }
+
+    // How many stages this CTA's operands and residuals take, one after the other.
+    __device__ __forceinline__ int stages_used() const {
+        return products() * steps + (DEFERS ? 1 : tiles()) * RESIDUAL_STAGES;
     }
 
     // The parts of the rows of a block's features. Each tile is a part or, if merges_tiles(block), all tiles of the

@@ -64,7 +64,9 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) co
     if (look(&sh.merged_tiles) <= nth)
         await(merged + size_t(block + 1) * BLOCK_N - 1, load_volatile(&sh.launch), backoff);
     constexpr int LANES_PER_ROW = BLOCK_N / VEC_Y, STEP = 32 / LANES_PER_ROW;  // STEP: rows of an access
-    constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; coefficients of deviations take the other registers
+    // accesses; coefficients of deviations, and residuals, take the other registers
+    constexpr int BATCH = (SAVE_DEVIATIONS ? 4 : 8) / (1 + RESIDUAL);
+    using Words = uint4[BATCH * (1 + RESIDUAL)];  // deviations, then the residual
     const int lane = lane_id(), feature = block * BLOCK_N + lane % LANES_PER_ROW * VEC_Y;
     const int first = row * BLOCK_M + piece % DEFERRED_PIECES * DEFERRED_ROWS + lane / LANES_PER_ROW;
     // in accesses
@@ -72,19 +74,32 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) co
     const size_t step = STEP * y_pitch, deviations_step = STEP * p.ld_deviations * Y_BYTES;
     char *from = y + size_t(first) * y_pitch + size_t(feature) * Y_BYTES, *to = from;
     char* deviations_at = for_backward.deviations + (size_t(first) * p.ld_deviations + size_t(feature)) * Y_BYTES;
+#if RESIDUAL
+    const char* from_residual = residual + (size_t(first) * p.residual_row + size_t(feature)) * Y_BYTES;
+#endif
     // bypass L1, which might hold older lines
-    const auto read = [&](uint4(&d)[BATCH]) {
+    const auto read = [&](Words& d) {
 #pragma unroll
         for (int i = 0; i < BATCH; ++i, from += step)
             if (i < to_read) d[i] = __ldcg(reinterpret_cast<const uint4*>(from));
+#if RESIDUAL
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i, from_residual += STEP * p.residual_row * Y_BYTES)
+            if (i < to_read) d[BATCH + i] = __ldcg(reinterpret_cast<const uint4*>(from_residual));
+#endif
         to_read -= BATCH;
     };
     Epilogue coef[VEC_Y];
-    const auto write = [&](const uint4(&d)[BATCH]) {
+    const auto write = [&](const Words& d) {
 #pragma unroll
         for (int i = 0; i < BATCH; ++i, to += step, deviations_at += deviations_step) {
             uint4 of_y, of_deviations;
             apply_epilogue(d[i], coef, of_y, of_deviations);
+            if constexpr (RESIDUAL) {
+                const uint4& of = d[BATCH * RESIDUAL + i];
+                of_y = make_uint4(add_residual(of_y.x, of.x), add_residual(of_y.y, of.y), add_residual(of_y.z, of.z),
+                                  add_residual(of_y.w, of.w));
+            }
             if (i < to_write) {
                 *reinterpret_cast<uint4*>(to) = of_y;
                 if constexpr (SAVE_DEVIATIONS) *reinterpret_cast<uint4*>(deviations_at) = of_deviations;
@@ -92,7 +107,7 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) co
         }
         to_write -= BATCH;
     };
-    uint4 even[BATCH] = {}, odd[BATCH] = {};  // one batch is loaded while the other is used
+    Words even = {}, odd = {};  // one batch is loaded while the other is used
     read(even);
     load_epilogue(coef, row, block, backoff);
     if (lane == 0) atomicMax(&sh.merged_tiles, nth + 1);

@@ -74,15 +74,28 @@ using Y = __half;
 using Y = __nv_bfloat16;
 #endif
 
+// The epilogue computes OfU of u. With RESIDUAL the activation follows where y is stored, once the residual is added.
+#if RESIDUAL
+using OfU = Identity<Y>;
+#else
+using OfU = Activation<Y>;
+#endif
+
+// Two elements of y = f(v) with v = u + residual. u and v are rounded to y's type, as in PyTorch.
+__device__ __forceinline__ u32 add_residual(u32 u, u32 residual) {
+    const float2 a = unpack(u), b = unpack(residual), v = unpack(pack(a.x + b.x, a.y + b.y));
+    return pack(Activation<Y>::of(v.x), Activation<Y>::of(v.y));
+}
+
 __device__ __forceinline__ float line(float2 xy, float v) { return fmaf(xy.x, v, xy.y); }
 
 // Rounds two deviations for the backward, as settle does, where y = f(line(to_y, d)).
 __device__ __forceinline__ u32 pack_deviations(float low, float high, float2 low_to_y, float2 high_to_y) {
     u32 word = pack(low, high);
-    if constexpr (Activation<Y>::JUMPS) {
+    if constexpr (OfU::JUMPS) {
         const float2 deviations = unpack(word);
         const auto crosses = [](float2 to_y, float d, float saved) {
-            return Activation<Y>::side(line(to_y, saved)) != Activation<Y>::side(line(to_y, d));
+            return OfU::side(line(to_y, saved)) != OfU::side(line(to_y, d));
         };
         if (crosses(low_to_y, low, deviations.x)) word += fabsf(deviations.x) < fabsf(low) ? 1u : ~0u;
         if (crosses(high_to_y, high, deviations.y)) word += fabsf(deviations.y) < fabsf(high) ? 0x10000u : 0xFFFF0000u;
@@ -127,7 +140,7 @@ __device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&
             d = line(coef[i].to_deviation, d);
             deviation[i] = __float_as_uint(d);
 #endif
-            word[i] = __float_as_uint(Activation<Y>::of(line(coef[i].to_y, d)));
+            word[i] = __float_as_uint(OfU::of(line(coef[i].to_y, d)));
         } else {
             const Epilogue &even = coef[2 * i], &odd = coef[2 * i + 1];
             float2 d = unpack(word[i]);
@@ -135,7 +148,7 @@ __device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&
             d = make_float2(line(even.to_deviation, d.x), line(odd.to_deviation, d.y));
             deviation[i] = pack_deviations(d.x, d.y, even.to_y, odd.to_y);
 #endif
-            word[i] = pack(Activation<Y>::of(line(even.to_y, d.x)), Activation<Y>::of(line(odd.to_y, d.y)));
+            word[i] = pack(OfU::of(line(even.to_y, d.x)), OfU::of(line(odd.to_y, d.y)));
         }
     }
     y = make_uint4(word[0], word[1], word[2], word[3]);

@@ -56,6 +56,18 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
                                                             &sh.full[s], step, x_row, depth);
             if (++s == STAGES) s = 0, phase ^= 1;
         }
+#if RESIDUAL
+        for (int stage = 0; stores_y(nth) && stage < RESIDUAL_STAGES; ++stage) {
+            constexpr int PARTS = WARPGROUPS / RESIDUAL_STAGES;  // a stage has the residual of so many warpgroups
+            mbar_wait(&sh.empty[s], phase ^ 1);
+            mbar_expect(&sh.full[s], PARTS * RESIDUAL_BYTES);
+            for (int part = 0; part < PARTS; ++part)
+                for (int first = 0; first < BLOCK_M; first += PASS_M)
+                    tma_load(sh.stage[s] + part * RESIDUAL_BYTES + first * 128, &residual_map, &sh.full[s],
+                             block * BLOCK_N + (stage * PARTS + part) * 64, row * BLOCK_M + first);
+            if (++s == STAGES) s = 0, phase ^= 1;
+        }
+#endif
     }
 }
 

@@ -27,7 +27,7 @@ struct Recomputer : Consumer {
     }
 
     // Stores y and, with SAVE_DEVIATIONS, the deviations; d is g - removed.
-    __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&removed)[2], int row, int block) const {
+    __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&removed)[2], int row, int block) {
         float2 to_y[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -46,19 +46,21 @@ struct Recomputer : Consumer {
             store<false>(*for_backward.map, d, row, block,
                          [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
 #pragma unroll
-        for (int i = 0; i < ACC; ++i) d[i] = Activation<Y>::of(line(to_y[Accumulator::row_half(i)], d[i]));
-        store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
+        for (int i = 0; i < ACC; ++i) d[i] = OfU::of(line(to_y[Accumulator::row_half(i)], d[i]));
+        store_y(d, row, block, RESIDUAL);
     }
 
     // For a warpgroup whose 64 features are beyond n: publishes zeros, and releases all stages.
     __device__ __forceinline__ void pass_by(int part, int block) {
         if (block < blocks) publish_statistics(part, block, lane_id(), false);
-        for (; has(nth); ++nth)
+        for (; has(nth); ++nth) {
             for (int step = 0; step < steps; ++step) {
                 mbar_wait(&sh.full[s], phase);
                 release(s);
                 next_stage(step);
             }
+            if (RESIDUAL && stores_y(nth)) release_residual();
+        }
     }
 
     __device__ __forceinline__ void run() {

@@ -113,11 +113,11 @@ __device__ __forceinline__ void load_matrices(unsigned (&a)[4], const uint4* row
                  : "memory");
 }
 
-// The same, with each matrix transposed.
-__device__ __forceinline__ void load_matrices_trans(unsigned (&a)[4], const uint4* row) {
+// The same, with each matrix transposed. `row` is an address in shared memory.
+__device__ __forceinline__ void load_matrices_trans(unsigned (&a)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(smem(row))
+                 : "r"(row)
                  : "memory");
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +17,11 @@ from hypothesis import strategies as st
 
 import gsbn
 from gsbn import Gradients, reference
+from gsbn._cuda import kernels
+from gsbn._forward import forward_within
+from gsbn._host.run import _found
+from gsbn._plan import Limits
+from gsbn._plan.sources import Kernel
 from gsbn.bench.activations import before, of_before
 from gsbn.reference import NEEDS
 from tests.support.gradients import draw_dy, gradient_bounds, step, truth_of
@@ -256,6 +264,76 @@ def test_a_replay_is_a_step(name: str, activation: Any) -> None:
         assert_same_bits(kind.get(y), kind.get(want_y))
         for field in ("x", "residual"):
             assert_same_bits(kind.get(getattr(gradients, field)), kind.get(getattr(want, field)))
+
+
+ONE_LAUNCH: dict[str, tuple[tuple[int, int, int], Limits]] = {  # B, I, O; of training, if the name does not say more
+    "recompute": ((70001, 64, 264), Limits(recompute=True, remat=False)),
+    "remat": ((70001, 64, 264), Limits(remat=True)),
+    "deferred tiles": ((9000, 128, 520), Limits(sm90=(128, 2), recompute=False, cluster_batch=False)),
+    "large deferred tiles": ((20001, 128, 520), Limits(sm90=(256, 1), recompute=False, cluster_batch=False)),
+    "small deferred tiles": ((2000, 128, 4096), Limits(sm90=(32, 2), recompute=False, cluster_batch=False)),
+    "one tile a CTA": ((500, 256, 264), Limits(recompute=False, cluster_batch=False)),
+    "cluster_batch": ((1001, 512, 264), Limits(cluster_batch=True)),
+    "two CTAs an SM": ((32, 512, 4096), Limits(sm90=(32, 1), cluster_batch=True)),
+    "inference": ((5001, 128, 72), Limits(skinny=False)),
+    "inference, small tiles": ((5001, 128, 72), Limits(sm90=(32, 1))),
+}
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[list[Kernel]]:
+    """The kernels of all calls meanwhile, none of which finds its plan in the cache."""
+    found, launcher = [], kernels.launcher
+
+    def noted(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
+        if kernel.name != "fill_sm":  # which the process's first call of a GPU launches
+            found.append(kernel)
+        return launcher(kernel, *arguments, **options)
+
+    with mock.patch.object(kernels, "launcher", noted), mock.patch.dict(_found, clear=True):
+        yield found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "relu", ("leaky_relu", 0.1)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("way", ONE_LAUNCH)
+def test_one_launch_gives_the_bits_of_two(way: str, dtype: str, activation: Any) -> None:
+    """The one launch takes residuals whose rows start on 16 bytes; for others a second launch adds."""
+    torch = pytest.importorskip("torch")
+    (B, I, O), limits = ONE_LAUNCH[way]
+    training, of_dtype = not way.startswith("inference"), getattr(torch, dtype)
+    random = torch.Generator("cuda").manual_seed(B)
+
+    def drawn(*shape: int, dtype: Any = of_dtype) -> Any:
+        return torch.randn(*shape, generator=random, device="cuda").to(dtype)
+
+    x, weight, residual = drawn(B, I), drawn(O, I) / I**0.5, drawn(B, O)
+    residual[3 % B, 2:5] = torch.tensor([float("nan"), float("inf"), -0.0])
+    vectors = {name: drawn(O, dtype=torch.float32) for name in ("gamma", "beta", "running_mean")}
+    options = {"training": training, "activation": activation, "return_saved": training, "gemm": "sm90"}
+
+    def call(pitch: int, start: int) -> list[Any]:
+        at = drawn(B * pitch + start).as_strided((B, O), (pitch, 1), start)
+        at.copy_(residual)
+        state = {name: vector.clone() for name, vector in vectors.items()}
+        state["running_var"] = torch.full((O,), 1.5, device="cuda")
+        with poisoned_allocations(kind_of("torch-cuda")):
+            made = forward_within(limits, x, weight, **options, **state, residual=at)
+        y, saved = made if training else (made, None)
+        assert saved is None or (saved.residual and saved.kept is (None if activation is None else y))
+        kept = [] if saved is None else [saved.deviations, saved.vectors]
+        return [y, *kept, state["running_mean"], state["running_var"]]
+
+    with prepared() as launches:
+        one = call(O + 8, 0)
+    assert [(of.name, ("RESIDUAL", "1") in of.defines) for of in launches] == [("forward_sm90", True)]
+    with prepared() as launches:
+        two = call(O + 8, 1)
+    assert [of.name for of in launches] == ["forward_sm90", "activate"]
+    for a, b in zip(one, two, strict=True):
+        a, b = (c.cpu().view(torch.int16 if c.dtype.itemsize == 2 else torch.int32) for c in (a, b))
+        assert a.equal(b)
 
 
 @pytest.mark.gpu

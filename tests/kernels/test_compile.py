@@ -78,9 +78,12 @@ def test_parameters_follow_the_macros() -> None:
             saves, saves_vectors, ranks = (dict(kernel.defines)[name] == "1" for name in macros)
             by_value, words = _declared.parameters(kernel)
             more = ("deviations",) * saves + ("saved",) * saves_vectors + ("ranks",) * ranks
-            more += ("renorm",) * ("RENORM" in dict(kernel.defines))
+            adds = "RESIDUAL" in dict(kernel.defines)
+            more += ("renorm",) * ("RENORM" in dict(kernel.defines)) + ("residual",) * adds
             assert words == (*SM90_WORDS, *more)
-            assert by_value == ("p", "x_map", "w_map", "y_map", *(("deviations_map",) if saves else ()))
+            assert by_value == (
+                "p", "x_map", "w_map", "y_map", *["deviations_map"] * saves, *["residual_map"] * adds
+            )  # fmt: skip
 
 
 def test_what_the_sources_do_not_declare_is_refused() -> None:

@@ -11,7 +11,8 @@ from gsbn._cuda import kernels as _kernels
 from gsbn._plan import FEW_ROWS, ITEMSIZE, SM90_BLOCK_N, Device, Matmul, Matrix, OneLaunch
 from gsbn._plan.copies import whole_words
 from gsbn._plan.declared import flags
-from gsbn._plan.forward import PREPARED, STATS_GROUP
+from gsbn._plan.forward import PREPARED
+from gsbn._plan.forward_passes import STATS_GROUP
 from gsbn._plan.gemm import LEAST_TERMS
 from gsbn._plan.limbs import AT_ONCE, Splits, maxima_grid, split_grid, tiles_grid
 from gsbn._plan.problem import VECTORS

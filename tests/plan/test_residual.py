@@ -1,4 +1,4 @@
-"""Plans of a residual: a forward makes u as it makes y, one launch adds and activates, and one makes the gradient."""
+"""Plans of a residual: a forward's one launch adds it, or one after it; and one launch makes the gradient."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gsbn import _plan
 from gsbn._forward import forward_within
 from gsbn._plan import ITEMSIZE, Limits, Matmul, Matrix, place_of_u, then_activate
 from gsbn._plan.activate import plan_activate_backward, plan_residual
+from gsbn._plan.copies import whole_words
 from gsbn._plan.declared import parameters
 from gsbn._plan.program import ABSENT, Array, Launch, Program
 from gsbn._plan.variants import activate, activate_backward
@@ -70,6 +71,31 @@ def test_a_forward_fits(
         assert [array.name for array in program.arrays[-2:]] == ["deviations", "vectors"]
 
 
+@given(data=st.data(), p=problems(), training=st.booleans(), saves=st.booleans(), activation=ACTIVATIONS)
+def test_the_one_launch_takes_it_where_it_can(
+    data: st.DataObject, p: Matmul, training: bool, saves: bool, activation: Any
+) -> None:
+    residual = data.draw(matrices(p.m, p.n))
+    options = {"training": training and p.m > 1, "saves": saves}
+    program = _plan.plan_forward(p, **options, activation=activation, residual=residual, out=True)
+    assert_steps_fit(program, NAMES, known("sm_90a", ("relu", "silu")), largest_grid(p.device))
+    plain = _plan.plan_forward(p, **options, out=True)
+    if not program.adds:  # and then nothing activates either
+        assert program == plain
+        return
+    size, launch = ITEMSIZE[p.dtype], program.launch("forward_sm90")
+    assert launch is not None and size == 2 and (saves or not options["training"])
+    for at in (p.y, residual):
+        assert whole_words(at, p.n, size)
+    assert launch.fields["residual_row"] == residual.strides[0]
+    before = plain.launch("forward_sm90")
+    assert before is not None and set(launch.passed) == {*before.passed, "residual"} == set(
+        parameters(launch.kernel)[1]
+    )
+    assert launch.maps[:-1] == before.maps and launch.maps[-1][0] == "residual"
+    assert (program.arrays, program.workspace, launch.grid) == (plain.arrays, plain.workspace, before.grid)
+
+
 @given(data=st.data(), p=problems(), activation=ACTIVATIONS, keeps=st.booleans())
 def test_what_stands_alone_fits(data: st.DataObject, p: Matmul, activation: Any, keeps: bool) -> None:
     of_other = data.draw(matrices(p.m, p.n))
@@ -104,8 +130,14 @@ def test_calls_launch_what_was_planned(dtype: str, layout: str, activation: Any)
         assert all("ACTIVATION" not in dict(launch.defines) for launch in log[:-1])
 
         y, saved = gsbn.forward(x, weight, **options, return_saved=True)
-        u, of_y, _, v = log[-1].words
-        assert v == (u if activation == "silu" else 0) and of_y == y.pointer
+        if dtype == "bfloat16" and layout in ("new", "contiguous") and activation != "silu":  # in the epilogue
+            u, v, joined = 0, 0, log[-1]
+            assert joined.name == "forward_sm90" and ("RESIDUAL", "1") in joined.defines
+            assert residual.pointer in joined.words and y.pointer in joined.words
+            assert (activation is not None) == ("ACTIVATION" in dict(joined.defines))
+        else:
+            u, of_y, _, v = log[-1].words
+            assert v == (u if activation == "silu" else 0) and of_y == y.pointer
         assert saved.kept is (None if activation is None else y) or (activation == "silu" and saved.kept.pointer == u)
         log.clear()
         gradients = gsbn.backward(dy, saved)
