@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
                 const char* workspace, T* dg, T* transposed, void* to_bias, void* to_scale, void* to_gamma,
                 void* to_beta) {
-    if (p.splits == 0) await_kernel_ahead();
+    if (p.splits == 0 || p.dy_ahead) await_kernel_ahead();
     __shared__ uint4 pipeline[STAGES * WORDS * THREADS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
     __shared__ double scratch[MERGED_BY_MANY ? SUMS * THREADS : 1];

@@ -4,6 +4,9 @@
 //   dy (m, n) of T: rows on 16 bytes, or columns of stride 0
 //   d (m, n) of D, row pitch ldd, rows on 16 bytes, or null if no gradient needs E
 //   workspace (splits, SUMS, n): the sums of each split's rows, in float64
+//   With RESIDUAL: kept (m, n) of T, rows on 16 bytes, and dv (m, n) of T, contiguous, n a multiple of VEC. The forward
+//   was y = f(v) with v = u + residual, and kept is v or a y that tells f'(v). dv = dy f'(v), in T, is the residual's
+//   gradient; the sums are those of dv.
 //
 // A CTA has a block of columns and sums_rows rows. A thread has VEC columns of every at_once.rows-th of these rows;
 // `row_threads` threads share a row (Places). Rows come through the thread's own pipeline in shared memory
@@ -12,7 +15,8 @@
 // the shape. A split is the rows of a CTA or, with CLUSTER, of a cluster, so that merge_splits has few splits to read.
 // For float64 the sums include their rounding errors (Knuth's two-sum).
 //
-// Bytes moved: dy and d are read once, the minimum; at (16384, 4096) in bfloat16 268 MB.
+// Bytes moved: dy, d and kept are read once, and dv is written once, the minimum; at (16384, 4096) in bfloat16 268 MB
+// without RESIDUAL, 537 MB with it.
 #include "backward/columns.cuh"
 
 struct Shared {
@@ -28,7 +32,12 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
     backward_sums(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
-                  char* workspace, unsigned* zeros) {
+                  char* workspace, unsigned* zeros
+#if RESIDUAL
+                  ,
+                  const T* kept, T* dv
+#endif
+    ) {
     await_kernel_ahead();
     clear(zeros, p.words);
     extern __shared__ uint4 dynamic[];
@@ -48,8 +57,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
         const int inside = place.inside<VEC>();
 
         const int count = inside > 0 ? count_every(height, at_once.row, at_once.rows) : 0;
-        Walk<STAGES, BackwardRows> rows(
-            count, BackwardRows(p, dy, d, begin + at_once.row, at_once.rows, place, inside, memory.pipeline));
+        BackwardRows of(p, dy, d, begin + at_once.row, at_once.rows, place, inside, memory.pipeline);
+#if RESIDUAL
+        of.with_residual(p, kept, dv, begin + at_once.row, at_once.rows, place);
+#endif
+        Walk<STAGES, BackwardRows> rows(count, of);
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
         BackwardTotals totals(memory.totals, int(p.row_threads));

@@ -25,7 +25,7 @@ from .._values import shown, sm_count, sms_within
 from ..reference import NEEDS, Gradients
 from .activate import before_activation
 
-ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
+ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors", "kept")
 
 
 @overload
@@ -53,8 +53,8 @@ def backward(
 
     With an activation, dy in these formulas is the gradient before the activation: dy times the activation's
     derivative. For "relu" it is 0 where y <= 0, and dy elsewhere, also where y is NaN. This is also the residual's
-    gradient; with a residual, one more launch makes it in x's dtype. A scale of one element has one gradient, the sum
-    over all features.
+    gradient; with a residual it is first rounded to x's dtype. A scale of one element has one gradient, the sum over
+    all features.
 
     Parameters
     ----------
@@ -136,30 +136,20 @@ def backward_of(
     """`backward`, but only dy is checked. The names in `wanted` are in the order of `Gradients`. `wide`: see `How`."""
     if saved.group is not None:
         saved.group.check()
+    dv = None
     if saved.residual:
-        return _before_residual(dy, saved, wanted, sms, limits)
+        of_layer = tuple(name for name in wanted if name != "residual")
+        alone = not of_layer and saved.group is None  # the ranks of a group wait for each other
+        if "residual" in wanted and (alone or saved.activation is None):
+            dv = before_activation(dy, saved, sms, limits)
+            if alone:
+                return Gradients(None, None, None, None, None, None, dv)
+            wanted = of_layer
     how = How.of(saved, wanted, sms, wide=wide)
-    return call(BACKWARD, (dy, *saved[:4]), how, group=saved.group, limits=limits, context=saved)  # type: ignore[no-any-return]
-
-
-def _before_residual(
-    dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None, limits: _plan.Limits
-) -> Gradients[Any]:
-    """The backward of a forward with a residual.
-
-    It first computes dv, the gradient before the activation, which is also the residual's. The other gradients are
-    those of a layer without activation and residual for which dv is dy.
-    """
-    of_layer = tuple(name for name in wanted if name != "residual")
-    plain = saved._replace(activation=None, residual=False, kept=None)
-    if saved.activation is None and "residual" not in wanted:
-        return backward_of(dy, plain, of_layer, sms, limits)
-    dv = before_activation(dy, saved, sms, limits)
-    made: Any = [None] * len(Gradients._fields)
-    if of_layer or saved.group is not None:  # the ranks of a group wait for each other
-        made = backward_of(dv, plain, of_layer, sms, limits)
-    of_all: Any = (*made, dv if "residual" in wanted else None)
-    return Gradients(*of_all)
+    made = call(BACKWARD, (dy, *saved[:4], saved.kept), how, group=saved.group, limits=limits, context=saved)
+    if dv is not None:
+        made.residual = dv
+    return made  # type: ignore[no-any-return]
 
 
 class How(NamedTuple):
@@ -180,14 +170,17 @@ class How(NamedTuple):
     in_place: bool = False  # dg overwrites the deviations, which have its dtype
     identity: bool = False  # the layer is `gsbn.linear`: y takes the place of the deviations
     groups: int = 1  # the number of ghost batches
+    of_sum: Any = None  # the activation of a sum with a residual; kept tells its gradient
 
     @classmethod
     def of(cls, saved: Saved, needs: tuple[str, ...], sms: int | None = None, *, wide: bool = False) -> How:
         """The options of a backward from `saved`, for the gradients named in `needs`."""
-        _, _, _, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups, _, _ = saved
-        of_call = training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms
+        _, _, _, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups, adds, _ = saved
+        of_y, of_sum = (None, activation) if adds else (activation, None)
+        of_call = training, precision, gemm, dtypes, of_y, scale_shape, group, needs, sms
         norm, linear, in_place, identity = True, True, False, vectors is None
-        return cls._make((*of_call, norm, linear, wide, in_place, identity, groups))  # quicker than the constructor
+        # quicker than the constructor
+        return cls._make((*of_call, norm, linear, wide, in_place, identity, groups, of_sum))
 
     def saved(self, x: Any, weight: Any, deviations: Any, vectors: Any) -> Saved:
         """The Saved of these arrays, without torch's counts of their changes."""
@@ -214,7 +207,7 @@ def run(
 
 def _result(kind: Kind, arrays: Arrays, how: How, found: Checked | None, made: list[Any]) -> Gradients[Any]:
     assert found is not None
-    return Gradients._make(found.returned(made))
+    return Gradients(*found.returned(made))
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -227,9 +220,11 @@ def _check(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Saved
 def _check_arguments(kind: Kind, arrays: Arrays) -> Views:
     """Raise if dy or a saved array is wrong."""
     views = views_of(kind, ARGUMENTS, arrays, ("x", "dy"))
-    dy, x, weight = views["dy"], views["x"], views["weight"]
+    dy, x, weight, kept = views["dy"], views["x"], views["weight"], views["kept"]
     assert dy is not None and x is not None and weight is not None
     check.backward_arguments(dy, x, weight.shape[0])
+    if kept is not None:
+        check.kept("kept", kept, dy.shape, dy.dtype, dy)
     return views
 
 
@@ -242,9 +237,9 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     if rows == 0:
         return views
     inputs = next((view.shape[1] for view in (x, weight) if view is not None), 0)
-    kept = dy.dtype
+    of_deviations = dy.dtype
     if not how.identity:
-        kept = _plan.deviations_dtype(dy.dtype, rows // how.groups, training=how.training)
+        of_deviations = _plan.deviations_dtype(dy.dtype, rows // how.groups, training=how.training)
     expected: dict[str, tuple[tuple[int, ...], str]] = {
         "x": ((rows, inputs), dy.dtype),
         "weight": ((features, inputs), dy.dtype),
@@ -257,7 +252,8 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     of_vectors: tuple[int, ...] = (constants, features)
     if how.groups > 1:
         of_vectors = (how.groups, constants, _plan.ghost_pitch(features, dy.dtype))
-    expected |= {"deviations": ((rows, 0 if remat else features), kept), "vectors": (of_vectors, "float64")}
+    expected |= {"deviations": ((rows, 0 if remat else features), of_deviations), "vectors": (of_vectors, "float64")}
+    expected |= {"kept": ((rows, features), dy.dtype)}
     for name, (shape, dtype) in expected.items():
         if (view := views[name]) is not None:
             check.kept(name, view, shape, dtype, dy, pitched=name == "deviations")
@@ -275,7 +271,7 @@ def _has_rows(vectors: check.View | None, rows: int) -> bool:
 def _program(
     views: Views, how: How, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, _: bool
 ) -> Program | None:
-    dy, x, weight, deviations, vectors = (views[name] for name in ARGUMENTS)
+    dy, x, weight, deviations, vectors, kept = (views[name] for name in ARGUMENTS)
     assert dy is not None
     (m, n), k = dy.shape, next((view.shape[1] for view in (x, weight) if view is not None), 1)
     x_at, w_at = (_plan.Matrix((k, 1), True) if view is None else matrix_of(view) for view in (x, weight))
@@ -285,7 +281,7 @@ def _program(
     p = _plan.Matmul(m, n, k, dy.dtype, gpu.at_most(how.sms), x_at, w_at, matrix_of(dy), limits)
     asked = Asked(
         training=how.training,
-        needs=tuple(name for name in how.needs if name in ("x", "weight") or name in dtypes),
+        needs=tuple(name for name in how.needs if name in ("x", "weight", "residual") or name in dtypes),
         vectors=Vectors(dtypes, how.scale_shape),
         precision=_plan.precision_for(how.precision, n, k if how.linear else None),
         gemm=how.gemm,
@@ -301,6 +297,8 @@ def _program(
         groups=how.groups if how.norm else 1,
         ld_saved=0 if deviations is None else deviations.shape[1],
         y=matrix_of(deviations) if how.identity and deviations is not None else None,
+        kept=None if kept is None else matrix_of(kept),
+        of_sum=how.of_sum,
     )
     return _plan.plan_backward(p, asked)
 
@@ -317,7 +315,7 @@ def _within(how: How, held: int) -> How:
 
 
 def _returns(program: Program, views: Views, how: How) -> tuple[int | None, ...]:
-    return tuple(program.made(gradient_of(name)) for name in Gradients._fields)
+    return tuple(program.made(gradient_of(name)) for name in NEEDS)
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
@@ -326,10 +324,13 @@ def _returns(program: Program, views: Views, how: How) -> tuple[int | None, ...]
 def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Saved) -> Gradients[Any]:
     _check_arguments(kind, arrays)
     check_versions(kind, saved)
-    dy, needs = arrays[0], how.needs
+    dy, needs, kept, dv = arrays[0], how.needs, arrays[-1], None
     dtypes = dict(zip(Gradients._fields, (kind.dtype(saved.x), kind.dtype(saved.x), *saved.dtypes), strict=True))
     wanted = {name: dtype for name, dtype in dtypes.items() if name in needs and dtype is not None}
     given: tuple[Any, ...] = tuple(map(kind.numpy, (dy, *saved[:2])))
+    if kept is not None:
+        dv = _cpu.before(given[0], kind.numpy(kept), how.of_sum)
+        given = dv, *given[1:]
     if how.identity:
         y = given[0] if saved.deviations is None else kind.numpy(saved.deviations)
         given += _cpu.without_norm(y)
@@ -340,12 +341,15 @@ def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Save
         *given,
         training=saved.training,
         needs=wanted,
-        activation=saved.activation,
+        activation=how.activation,
         scale_shape=saved.scale_shape,
         groups=saved.groups,
         gather=None if saved.group is None else partial(gather, saved.group, call),
     )
-    return Gradients(*(kind.from_numpy(found[name]) if name in found else None for name in Gradients._fields))
+    if dv is not None and "residual" in needs:
+        found = found | {"residual": dv}
+    made: Any = [kind.from_numpy(found[name]) if name in found else None for name in NEEDS]
+    return Gradients(*made)
 
 
 BACKWARD = Operation(
@@ -353,7 +357,7 @@ BACKWARD = Operation(
     arguments=ARGUMENTS,
     required=("dy",),
     foreign=1,
-    aligned=(0, 1, 2, 3),
+    aligned=(0, 1, 2, 3, 5),
     check=_check,
     program=_program,
     returns=_returns,

@@ -52,8 +52,8 @@ class Operation:
     result: Callable[[Kind, Arrays, Any, Checked | None, list[Any]], Any]
     on_cpu: Callable[[Kind, Arrays, Any, frozenset[str], Any], Any]
     # positions of the arguments for which the program depends on whether the address is a multiple of 16 bytes; always
-    # four, so fewer are repeated
-    aligned: tuple[int, int, int, int] = (0, 0, 0, 0)
+    # five, so fewer are repeated
+    aligned: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
     # the types of the options that may be numbers: they are a part of the key, because True == 1 == 1.0
     types: Callable[[Options], tuple[type, ...]] = lambda options: ()
     # makes `Checked.returns`, which `result` reads after each call
@@ -284,8 +284,11 @@ def _find(
         alike, pointers = kind.read(arrays)
         aligned = None
         if kind.on_gpu:
-            i, j, k, m = operation.aligned  # a loop would take longer
-            aligned = pointers[i] & 15 == 0, pointers[j] & 15 == 0, pointers[k] & 15 == 0, pointers[m] & 15 == 0
+            i, j, k, m, n = operation.aligned  # a loop would take longer
+            aligned = (
+                pointers[i] & 15 == 0, pointers[j] & 15 == 0, pointers[k] & 15 == 0, pointers[m] & 15 == 0,
+                pointers[n] & 15 == 0,
+            )  # fmt: skip
         key = (operation.name, alike, options, operation.types(options), aligned, read_only, extra, limits)
         return _found.get(key), key, pointers
     except (AttributeError, TypeError, ValueError, RuntimeError):

@@ -51,7 +51,12 @@ def plan_activate_backward(p: Matmul, activation: Any, v: Matrix | None) -> Prog
     `v` is the layout of v, or of y if y is enough. It is None without an activation; dv is then a copy of dy.
     """
     build = Builder(p.device)
-    dv = build.make("dv", (p.m, p.n), p.dtype)
+    add_before(build, p, activation, v, build.make("dv", (p.m, p.n), p.dtype))
+    return build.program("activate", "")
+
+
+def add_before(build: Builder, p: Matmul, activation: Any, v: Matrix | None, dv: str) -> None:
+    """Add the launch of `plan_activate_backward`, which writes to the memory `dv`."""
     kernel, item = activate_backward(p.dtype)
     at = p.y if v is None else v
     fields = {"m": p.m, "n": p.n, "dy_row": p.y.strides[0], "dy_col": p.y.strides[1]}
@@ -60,7 +65,6 @@ def plan_activate_backward(p: Matmul, activation: Any, v: Matrix | None) -> Prog
     if p.m:
         grid = p.device.grid(ceil_div(p.m * p.n, item))
         build.launch(with_activation(kernel, activation), grid, fields, passed)
-    return build.program("activate", "")
 
 
 def plan_transpose(p: Matmul, matrices: int, dtype: str) -> Program:

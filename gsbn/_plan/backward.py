@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from .activate import add_before
 from .backward_passes import Passes, cut_passes
 from .backward_products import Product, choose_product, multiply_both, split_limbs_of
 from .copies import in_rows, on_words, vector_rows
@@ -27,7 +28,8 @@ from .problem import (
 from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
 from .skinny import SkinnyBackward, Sums, remat_backward, skinny_backward
-from .variants import GHOST_FEATURES, column_sums, sum_ghosts
+from .sources import with_activation
+from .variants import GHOST_FEATURES, before_residual, column_sums, sum_ghosts
 
 _NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # for a launch that writes no gradients
 
@@ -64,6 +66,8 @@ class Asked(NamedTuple):
     ranks: Ranks | None = None  # their sums arrive during a launch that waits for them, or between two launches
     ld_saved: int | None = None  # row pitch of the deviations
     y: Matrix | None = None  # layout of y, with `identity` and an activation
+    kept: Matrix | None = None  # with a residual and an activation: layout of the array that tells its gradient
+    of_sum: Any = None  # that activation
 
 
 class Chosen(NamedTuple):
@@ -71,6 +75,7 @@ class Chosen(NamedTuple):
 
     dg: bool  # whether dg is computed; if not, the products, if any, read dy instead of dg
     sums: bool  # whether sums of columns are computed
+    makes_dv: bool  # whether the launch that computes them also makes the gradient of the residual
     passes: Passes
     dy: Matrix  # layout of the dy that the passes read, perhaps of a copy
     x: Matrix  # of the x and the weight that skinny_backward reads, perhaps of copies
@@ -126,15 +131,24 @@ class _Backward:
     """Makes the plan of a call of `m` rows. p.m is at least 1, so that ranks without rows make the same choices."""
 
     def __init__(self, p: Matmul, asked: Asked) -> None:
-        self.m, self.p, self.asked = p.m, p._replace(m=max(p.m, 1)), asked
+        self.m, self.dy, self.asked = p.m, p.y, asked
+        self.p = p._replace(m=max(p.m, 1))
+        if asked.kept is not None:  # dv takes the place of dy
+            self.p = self.p._replace(y=Matrix((p.n, 1), True))
         self.flat = flattened(self.p, asked.groups)
         self.build = Builder(p.device)
         given = Vectors({name: p.dtype for name in asked.needs if name in VECTOR_PARAMETERS})
         self.vectors = asked.vectors or given
         self.one_scale = self.vectors.scale_shape is not None and "scale" in asked.needs and asked.norm
         of_stages = (*(VECTOR_PARAMETERS if asked.norm else ()), *(("x", "weight") if asked.linear else ()))
+        of_stages += ("residual",) * (asked.kept is not None)
         needs = [name for name in of_stages if name in asked.needs]
         self.gradients = make_gradients(self.build, p, needs, self.vectors, wide=asked.wide)
+        self.of_dy = "dy"  # what the passes take as dy
+        if asked.kept is not None:
+            self.of_dy = self.gradients["residual"]
+            if self.of_dy == ABSENT:
+                self.of_dy = self.build.make("dv", (p.m, p.n), p.dtype, scratch=True)
 
     def of_nothing(self) -> Program:
         """Return the program for an empty batch, whose gradients are zeros."""
@@ -204,9 +218,21 @@ class _Backward:
                 padded = padded._replace(m=dw.p.m, x=at) if padded.n > dw.p.n else None
             dw = dw._replace(p=dw.p._replace(x=at), padded=padded)
         y = asked.y if asked.y is None or on_words(asked.y, n, size) else in_rows(n, size)
+        makes_dv = sums and skinny is None and remat is None and self._sums_make_dv(passes)
+        if makes_dv:
+            kernel, grid = passes.sums
+            passes = passes._replace(sums=(with_activation(before_residual(kernel), asked.of_sum), grid))
         self.chosen = Chosen(
-            dg, sums, passes, dy, x, w, y, pitch, ld_transposed, skinny, remat, dual, of_dx, of_dw, dx, dw
+            dg, sums, makes_dv, passes, dy, x, w, y, pitch, ld_transposed, skinny, remat, dual, of_dx, of_dw, dx, dw
         )
+
+    def _sums_make_dv(self, passes: Passes) -> bool:
+        """Return whether there is a variant of backward_sums that makes the gradient of the residual, too."""
+        p, asked, size = self.p, self.asked, ITEMSIZE[self.p.dtype]
+        if asked.kept is None or passes.fused or not asked.training or asked.groups > 1:
+            return False
+        whole = p.n * size % 16 == 0 and vector_rows(self.dy, size) and vector_rows(asked.kept, size)
+        return whole and self.m > 0 and deviations_dtype(p.dtype, p.m, training=True) == p.dtype
 
     def lay_out(self) -> None:
         """Divide the workspace."""
@@ -230,9 +256,11 @@ class _Backward:
     def copy_operands(self) -> None:
         """Copy the operands whose layout the kernels cannot take, and name the memory of all operands."""
         p, chosen, build, dtype = self.p, self.chosen, self.build, self.p.dtype
-        names = {"dy": "dy", "x": "x", "weight": "weight", "deviations": "deviations"}
+        names = {"dy": self.of_dy, "x": "x", "weight": "weight", "deviations": "deviations"}
         if self.m:
-            names["dy"] = build.operand("dy", (self.m, p.n), p.y, chosen.dy, dtype)
+            if self.asked.kept is not None and not chosen.makes_dv:
+                add_before(build, p._replace(y=self.dy), self.asked.of_sum, self.asked.kept, self.of_dy)
+            names["dy"] = build.operand(self.of_dy, (self.m, p.n), p.y, chosen.dy, dtype)
             if chosen.dw is not None:
                 names["x"] = build.operand("x", (self.m, p.k), p.x, chosen.dw.p.w.T, dtype)
             if chosen.dx is not None:
@@ -245,7 +273,7 @@ class _Backward:
         names["dg"] = names["transposed"] = ABSENT if chosen.dg else names["dy"]
         if not chosen.dg and chosen.ld_transposed:
             to = Matrix((chosen.ld_transposed, 1), True, own=True)
-            names["transposed"] = build.operand("dy", (p.n, self.m), p.y.T, to, dtype, "transpose")
+            names["transposed"] = build.operand(self.of_dy, (p.n, self.m), p.y.T, to, dtype, "transpose")
         if chosen.dg:
             if self.asked.in_place:
                 names["dg"] = "deviations"
@@ -286,7 +314,11 @@ class _Backward:
             of_remat = fields | {"skinny_features": chosen.remat.features}
             build.launch(*passes.sums, of_remat, passed | {"workspace": of_sums}, chosen.remat.block)
         elif chosen.sums and self.m:
-            build.launch(*passes.sums, fields, {**reads, "workspace": of_sums, "zeros": zeros})
+            passed, of_rows = {**reads, "workspace": of_sums, "zeros": zeros}, fields
+            if chosen.makes_dv and self.asked.kept is not None:
+                of_rows = fields | {"dy_row": self.dy.strides[0], "kept_row": self.asked.kept.strides[0]}
+                passed |= {"dy": "dy", "kept": "kept", "dv": names["dy"]}
+            build.launch(*passes.sums, of_rows, passed)
         elif self.gradients["bias"] != ABSENT:  # in training: no other vector needs a gradient, and this one is zero
             build.clear(self.gradients["bias"], p.n * ITEMSIZE[self.vectors.dtypes["bias"]])
         if ranks is not None and not passes.fused:
@@ -324,7 +356,7 @@ class _Backward:
         ldd = chosen.pitch if asked.ld_saved is None else asked.ld_saved
         fields |= {"lddg": chosen.pitch, "ldd": ldd if chosen.y is None else chosen.y.strides[0]}
         fields |= {"ld_transposed": chosen.ld_transposed, **passes.fields, "splits": passes.splits if self.m else 0}
-        fields |= {"words": self.at.limbs.maxima_bytes // 4}
+        fields |= {"words": self.at.limbs.maxima_bytes // 4, "dy_ahead": chosen.makes_dv}
         fields |= {"skinny_rows": skinny.rows if skinny else 0, "skinny_features": skinny.features if skinny else 0}
         fields |= {"signature": 0 if asked.ranks is None else asked.ranks.signature}
         given = {f"to_{name}": 8 + kind_code(dtype) for name, dtype in dtypes.items() if name in asked.needs}
@@ -379,7 +411,7 @@ def make_gradients(
     build: Builder, p: Matmul, needs: Collection[str], vectors: Vectors, *, wide: bool
 ) -> dict[str, str]:
     """Add the arrays of the gradients that are needed. Return the name of each gradient's memory."""
-    shapes = {"x": (p.m, p.k), "weight": (p.n, p.k), **dict.fromkeys(VECTOR_PARAMETERS, (p.n,))}
+    shapes = {"x": (p.m, p.k), "weight": (p.n, p.k), "residual": (p.m, p.n), **dict.fromkeys(VECTOR_PARAMETERS, (p.n,))}
     if vectors.scale_shape is not None:
         shapes["scale"] = vectors.scale_shape
     dtypes = {"weight": "float32" if wide else p.dtype, **vectors.dtypes}

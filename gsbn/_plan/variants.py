@@ -83,9 +83,9 @@ def _has_ghosts(kernel: Kernel) -> bool:
 
     It has one if it is a pass over g or dy in training that does not make g itself.
     """
-    if _rematerializes(kernel):
-        return False
     defines = dict(kernel.defines)
+    if _rematerializes(kernel) or "RESIDUAL" in defines:
+        return False
     statistics = kernel.file == "scale_stats" or kernel.name == "normalize_fused"
     backward = kernel.name in GHOST_KERNELS and defines["TRAINING"] == "true"
     return statistics or backward or defines.get("RUNNING") == "false"
@@ -104,6 +104,9 @@ def _plain_kernels() -> Iterator[Kernel]:
         for training, d_dtype in [(False, wide), *((True, d_dtype) for d_dtype in sorted(saved_in_training))]:
             yield from backward_kernels(dtype, d_dtype, training=training)
             yield backward_kernels(dtype, d_dtype, training=training, sharing=SUMS_CLUSTER)[0]
+            if training and d_dtype == dtype:
+                for sharing in (1, SUMS_CLUSTER):
+                    yield before_residual(backward_kernels(dtype, dtype, training=True, sharing=sharing)[0])
             if training and d_dtype == dtype and remat_sizes(dtype):
                 _, of_dg, _, total, _ = backward_kernels(dtype, "float32", training=True)
                 yield from (of_dg, total)
@@ -364,6 +367,12 @@ def backward_kernels(
         dg = dg._replace(defines=(*defines, ("TRANSPOSED", "true")))
         dg = dg._replace(shared=Constants("backward.cu", dict(dg.defines))["TILE_BYTES"])
     return sums, dg, fused, *others
+
+
+def before_residual(sums: Kernel) -> Kernel:
+    """Return the variant of backward_sums that also makes the gradient of a residual."""
+    made = sums._replace(defines=(*sums.defines, ("RESIDUAL", "1")))
+    return made._replace(shared=Constants(f"{made.file}.cu", dict(made.defines))["SHARED_BYTES"])
 
 
 def channels_backward(dtype: str) -> tuple[Kernel, Kernel]:

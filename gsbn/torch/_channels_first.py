@@ -188,9 +188,9 @@ class _ChannelsFirst(Function):
                 dy = (dy.clone() if dy.data_ptr() % 16 else dy).view(deviations.shape)  # it is read 16 bytes at a time
                 x = x.view(len(dy), -1) if needs_weight else None
                 operation, of_call = BACKWARD_CHANNELS_FIRST, (in_place(how, dy, deviations, ctx.at), length)
-            checked, made = run(operation, kind_of_tensor(dy), (dy, x, weight, deviations, vectors), of_call)
+            checked, made = run(operation, kind_of_tensor(dy), (dy, x, weight, deviations, vectors, None), of_call)
             assert checked is not None
-            found = checked.returned(made)
+            found = checked.returned(made)[:6]
             if found[0] is not None:
                 found[0] = found[0].view(ctx.of_x)
         dx, dweight, dbias, _, dgamma, dbeta = found

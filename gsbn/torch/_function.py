@@ -41,7 +41,7 @@ from ._autograd import (
 from ._channels_first import COPIES, IN_PLACE, channels_first, way_of
 from ._groups import group_of, name_of
 from ._operators import recorded
-from ._residual import added, check_residual, joined, may_join
+from ._residual import added, before_again, check_residual, may_join
 from ._transpose import rows_of
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
@@ -230,14 +230,14 @@ def call(
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
         options = *options, True, None, activation, group, renorm, groups
-        y = _apply(x, weight, bias, scale, gamma, beta, state, options, dtype, residual)
-    else:
-        if dtype is not None:
-            x, weight = cast(x, dtype), cast(weight, dtype)
-        constant = None if residual is None else residual.detach()
-        arrays = x, weight, scale, bias, gamma, beta, *state, None, constant, None
-        y = forward_of(arrays, (*options, False, None, activation, group, renorm, groups))
-    return y if residual is None else joined(y, residual, activation)
+        return _apply(x, weight, bias, scale, gamma, beta, state, options, dtype, residual)
+    if dtype is not None:
+        x, weight = cast(x, dtype), cast(weight, dtype)
+    alone = residual is not None and residual.requires_grad and is_grad_enabled()  # it alone gets a gradient
+    adds, of_y = (None, None) if alone else (residual, activation)
+    arrays = x, weight, scale, bias, gamma, beta, *state, None, adds, None
+    y = forward_of(arrays, (*options, False, None, of_y, group, renorm, groups))
+    return added(y, residual, activation) if alone else y
 
 
 def _dtype_of(x: Any) -> Any:
@@ -283,9 +283,11 @@ class _Whole(Function):
     """One autograd node for the whole forward and backward. Autograd calls both with grad mode off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, more: Any) -> Any:
-        y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, *more)
-        ctx.save_for_backward(*operands(saved, *ctx.needs_input_grad[:2]), saved.deviations, saved.vectors)
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, more: Any
+    ) -> Any:
+        y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, residual, *more)
+        ctx.save_for_backward(*operands(saved, *ctx.needs_input_grad[:2]), saved.deviations, saved.vectors, saved.kept)
         ctx.at = saved.deviations.data_ptr()
         ctx.given = Given.of((weight, bias, scale, gamma, beta), more[1][2], connected=saved.x is x)
         return y
@@ -293,13 +295,17 @@ class _Whole(Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         # If x and weight were cast, autograd casts their gradients to the dtypes of the arguments.
-        how = ctx.how._replace(needs=needed_of(ctx.needs_input_grad[:6]))
-        x, weight, deviations, vectors = ctx.saved_tensors
+        *of_layer, of_residual, _ = ctx.needs_input_grad
+        x, weight, deviations, vectors, kept = ctx.saved_tensors
         if goes_again(dy):
-            return *gradients_again(how, ctx.given, dy, x, vectors), None
+            how = ctx.how._replace(needs=needed_of((*of_layer,)))
+            dv = dy if kept is None else before_again(dy, kept, how.of_sum)
+            return *gradients_again(how, ctx.given, dv, x, vectors), dv if of_residual else None, None
+        how = ctx.how._replace(needs=needed_of((*of_layer, of_residual)))
         drop_given(ctx)
         dy = dy.resolve_neg()
-        return *_gradients(in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
+        *found, dv = _gradients(in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors, kept)
+        return *found, dy if of_residual and kept is None else dv, None
 
 
 class _Linear(Function):
@@ -311,19 +317,19 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
         y, saved, how = _forward(x, weight, *vectors, *more)
-        given = Given.of((weight, *vectors), more[1][2], connected=saved.x is x)
+        given = Given.of((weight, *vectors[:4]), more[1][2], connected=saved.x is x)
         x, weight = operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
         ctx.cast = weight if how.wide else None  # a cast weight that only gsbn holds
         ctx.how, ctx.given = how, given
-        between += (saved.deviations, saved.vectors, how, given)
+        between += (saved.deviations, saved.vectors, saved.kept, how, given)
         return y
 
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         needs = needed_of((needs_x, needs_weight, *_FOUR))
-        how = ctx.how._replace(needs=needs, norm=False, group=None)  # only `_Norm` syncs
+        how = ctx.how._replace(needs=needs, norm=False, group=None, of_sum=None)  # only `_Norm` syncs
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         drop_given(ctx)
@@ -348,33 +354,37 @@ class _Norm(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Any, bias: Any, scale: Any, gamma: Any, beta: Any, between: Any) -> Any:
+    def forward(ctx: Any, y: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, between: Any) -> Any:
         ctx.mark_dirty(y)
-        *kept, ctx.how, ctx.given = between
-        ctx.save_for_backward(*kept)
-        ctx.at = kept[0].data_ptr()
+        deviations, of_features, kept, ctx.how, ctx.given = between
+        ctx.save_for_backward(deviations, of_features, None if kept is None else y)
+        ctx.at = deviations.data_ptr()
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        through, *vectors, _ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=needed_of((through, False, *vectors)), linear=False)
-        deviations, of_features = ctx.saved_tensors
+        through, *vectors, of_residual, _ = ctx.needs_input_grad
+        how = ctx.how._replace(linear=False)
+        deviations, of_features, kept = ctx.saved_tensors
         if goes_again(dy):
+            how = how._replace(needs=needed_of((through, False, *vectors)))
             linear, _ = ctx.next_functions[0]  # if any node keeps x, this one does
             x = None if linear is None else linear.saved_tensors[0]
-            dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
-            return dg, *found, None
+            dv = dy if kept is None else before_again(dy, kept, how.of_sum)
+            dg, _, *found = gradients_again(how, ctx.given, dv, x, of_features)
+            return dg, *found, dv if of_residual else None, None
+        how = how._replace(needs=needed_of((through, False, *vectors, of_residual)))
         drop_given(ctx)
         dy = dy.resolve_neg()
-        return *_before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features), None
+        *found, dv = _before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features, kept)
+        return *found, dy if of_residual and kept is None else dv, None
 
 
 def _apply(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any,
     residual: Any,
 ) -> Any:  # fmt: skip
-    more = state, options, dtype, shared_cast(weight, dtype), residual
+    more = state, options, dtype, shared_cast(weight, dtype)
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second node costs 40 us on
     # the host; a GPU processes some millions of elements in that time. One node serves if one launch makes dg and both
     # products, because dg is then never written. It also serves if one launch makes both products of few rows, because
@@ -383,10 +393,11 @@ def _apply(
     whole = options[0] and options[-1] == 1 and serves_skinny_backward(name, rows, *weight.shape)
     whole = whole or (weight.dtype.itemsize == 2 and serves_dual_gemm(name, rows))
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
-        return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)
+        return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, residual, more)
     between: list[Any] = []
-    y = _apply_of(_Linear)(x, weight, between, (bias, scale, gamma, beta), more)
-    return _apply_of(_Norm)(y, bias, scale, gamma, beta, between)
+    constant = None if residual is None else residual.detach()  # `_Norm` has its gradient
+    y = _apply_of(_Linear)(x, weight, between, (bias, scale, gamma, beta, constant), more)
+    return _apply_of(_Norm)(y, bias, scale, gamma, beta, residual, between)
 
 
 def _apply_of(node: Any) -> Any:
@@ -398,35 +409,33 @@ _FOUR = (False,) * 4
 
 
 def _forward(
-    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any,
-    cast_weight: Any, residual: Any,
+    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, state: Any, options: Any,
+    dtype: Any, cast_weight: Any,
 ) -> tuple[Any, Saved, How]:  # fmt: skip
-    """Return y, and what the backward needs; with a residual, that from u on."""
+    """Return y, and what the backward needs."""
     arrays = cast(x, dtype), cast_weight, scale, bias, gamma, beta, *state, None, residual, None
     y, saved = forward_of(arrays, options)
-    if residual is not None:
-        saved = saved._replace(activation=None, residual=False, kept=None)
     return y, saved, How.of(saved, (), wide=widens(dtype, weight))
 
 
-def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
-    """Return all six gradients."""
-    if not dy.is_cuda:
-        return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
-    return backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors), how)[0]
+def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, kept: Any) -> Any:
+    """Return all gradients, that of the residual last."""
+    if not dy.is_cuda:  # where no residual is a part of the call
+        return *backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs), None
+    return backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors, kept), how)[0]
 
 
-def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
-    """Return dg and the gradients of bias, scale, gamma and beta."""
-    (_, _, *of_vectors), made = backward_run(kind_of_tensor(dy), (dy, None, None, deviations, vectors), how)
+def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any, kept: Any) -> Any:
+    """Return dg and the gradients of bias, scale, gamma, beta and the residual."""
+    (_, _, *others), made = backward_run(kind_of_tensor(dy), (dy, None, None, deviations, vectors, kept), how)
     dg = None
     if how.needs[:1] == ("x",):
         dg = deviations if how.in_place and len(dy) else made[-1]
         if dg.shape[1] != dy.shape[1]:
             dg = dg[:, : dy.shape[1]]
-    return [dg, *of_vectors]
+    return [dg, *others]
 
 
 def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     """Return dx and dweight."""
-    return backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)[0][:2]
+    return backward_run(kind_of_tensor(dg), (dg, x, weight, None, None, None), how)[0][:2]

@@ -123,7 +123,7 @@ class _LinearCall(Function):
                 dweight = dg.transpose(0, 1) @ x if "weight" in needs else None
                 return dx, dweight, dg.sum(0) if "bias" in needs else None, None
         dy, how = dy.resolve_neg(), ctx.how._replace(needs=needs)
-        arrays = dy, x if "weight" in needs else None, weight if "x" in needs else None, deviations, None
+        arrays = dy, x if "weight" in needs else None, weight if "x" in needs else None, deviations, None, None
         (dx, dweight, dbias, *_), _ = backward_run(kind_of_tensor(dy), arrays, how)
         return dx, dweight, dbias, None
 

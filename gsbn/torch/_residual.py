@@ -37,7 +37,7 @@ def added(u: Any, residual: Any, activation: Any) -> Any:
         y = u + residual
         return y if activation is None else apply(y, activation)
     if is_grad_enabled() and (u.requires_grad or residual.requires_grad):
-        made = _apply(u, residual, activation, False)
+        made = super(Function, _Residual).apply(u, residual, activation)  # as _apply_of in _function.py
         return made[0] if isinstance(made, tuple) else made
     add_and_activate(u.flatten(1), residual.flatten(1), activation, keeps=False)  # in u's memory
     return u
@@ -53,13 +53,6 @@ def may_join(x: Any, residual: Any, activation: Any, dtype: Any) -> bool:
     return (activation is None or follows_from_y(activation)) and is_memory(torch, residual)
 
 
-def joined(y: Any, residual: Any, activation: Any) -> Any:
-    """Record for autograd that y, which a call computed with a residual, is f(u + residual), and return it."""
-    if is_grad_enabled() and (y.requires_grad or residual.requires_grad):
-        return _apply(y, residual, activation, True)
-    return y
-
-
 def _fuses(u: Any, residual: Any) -> bool:
     """Return whether gsbn's launch serves: for matrices of one dtype on a GPU, in a call that nobody else watches.
 
@@ -73,49 +66,39 @@ def _fuses(u: Any, residual: Any) -> bool:
 
 
 class _Residual(Function):
-    """One autograd node for the launch, unless it is `done`, and its backward. u's memory then holds y.
+    """One autograd node for the launch and its backward.
 
     If the gradient does not follow from y, the node returns a second result, v = u + residual, in u's memory. Second
     derivatives depend on v, and through this result autograd passes them to u and the residual.
     """
 
     @staticmethod
-    def forward(ctx: Any, u: Any, residual: Any, activation: Any, done: bool) -> Any:
+    def forward(ctx: Any, u: Any, residual: Any, activation: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(u)
         ctx.activation = activation
-        if activation is None:
-            return u
-        ctx.save_for_backward(u)
-        if done:
-            return u
         keeps = not follows_from_y(activation)
         y = add_and_activate(u.flatten(1), residual.flatten(1), activation, keeps=keeps)
+        ctx.save_for_backward(u)
         return (y if u.dim() == 2 else shaped(y, u.shape), u) if keeps else u
 
     @staticmethod
     def backward(ctx: Any, dy: Any, of_v: Any = None) -> Any:
-        if ctx.activation is None:
-            return dy, dy, None, None
         dv = of_v
         if dy is not None:
             (kept,) = ctx.saved_tensors
             again = goes_again(dy)
             dy = dy.resolve_neg()
             if again:
-                dv = _again(dy, kept, ctx.activation)
+                dv = before_again(dy, kept, ctx.activation)
             else:
                 dv = before_kept(dy.flatten(1), kept.flatten(1), ctx.activation)
                 dv = dv if kept.dim() == 2 else shaped(dv, kept.shape)
             dv = dv if of_v is None else dv + of_v
-        return dv, dv, None, None
+        return dv, dv, None
 
 
-def _apply(*arguments: Any) -> Any:
-    return super(Function, _Residual).apply(*arguments)  # as _apply_of in _function.py
-
-
-def _again(dy: Any, kept: Any, activation: Any) -> Any:
+def before_again(dy: Any, kept: Any, activation: Any) -> Any:
     """Return the gradient before the activation, computed by PyTorch's own operators."""
     if follows_from_y(activation):
         return before(activation, dy, kept)

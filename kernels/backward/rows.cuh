@@ -21,6 +21,9 @@ using G = G_TYPE;
 #ifndef TRANSPOSED
 #define TRANSPOSED false
 #endif
+#ifndef RESIDUAL
+#define RESIDUAL 0  // 1: dy becomes dv = dy f'(kept), which is written, before anything else: backward_sums alone
+#endif
 #ifndef IDENTITY
 #define IDENTITY false  // no norm: the layer is y = f(x wᵀ + bias), d is y, or u where y does not tell f'(u)
 #endif
@@ -36,9 +39,13 @@ struct BackwardProblem {
     long long sums_rows, dg_rows;        // rows of a CTA of backward_sums; of an item of backward_dg
     long long splits;                    // clusters of backward_sums that share a column block; 0 if there are no sums
     long long vector_dy;  // whether rows of dy start on 16 bytes and its columns are adjacent; otherwise dy_col is 0
+    long long dy_ahead;   // backward_dg: whether the launch ahead makes dy, so that no row may be read before it ends
     long long words;      // how many zeros the first launch writes for a later one
     long long signature;  // with a group: identifies this call (Exchange)
     long long to_bias, to_scale, to_gamma, to_beta;  // vector codes of the gradients, see fetch
+#if RESIDUAL
+    long long kept_row;  // row pitch of kept, in elements
+#endif
 #if GHOST
     long long features, ghost_pitch;  // common/ghost.cuh
 #endif
@@ -47,13 +54,14 @@ struct BackwardProblem {
 #endif
 };
 
-constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // there is an activation
+constexpr bool ACTIVE = !RESIDUAL && !is_same<Activation<T>, Identity<T>>;  // d tells the activation's gradient
 
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int THREADS = LANES * WARPS;
-constexpr int WORDS = 1 + sizeof(D) / sizeof(T);             // words of 16 bytes for VEC columns of a row of dy and d
-constexpr int STAGES = WORDS == 2 ? 4 : WORDS == 3 ? 2 : 1;  // rows that a thread has in flight
+// words of 16 bytes for VEC columns of a row of dy, d and kept
+constexpr int WORDS = 1 + sizeof(D) / sizeof(T) + RESIDUAL;
+constexpr int STAGES = RESIDUAL || WORDS == 2 ? 4 : WORDS == 3 ? 2 : 1;  // rows that a thread has in flight
 
 // Stores 16 bytes in one access. The compiler would use four accesses if the elements were computed one by one.
 template <typename E>
@@ -79,6 +87,19 @@ struct BackwardRows {
     int inside;       // columns that exist
     bool vector_dy;
     bool whole;  // all columns exist, and all words are copied as they are
+#if RESIDUAL
+    const T* kept = nullptr;  // of the next row to copy
+    T* dv = nullptr;          // of the next row to read
+    long long kept_step = 0, dv_step = 0;
+
+    // Of the same rows and columns. Rows of all three start on 16 bytes, and n is a multiple of VEC.
+    __device__ void with_residual(const BackwardProblem& p, const T* of_kept, T* to, long long first, long long step,
+                                  const Column& place) {
+        kept = of_kept + first * p.kept_row + place.at(p.kept_row);
+        dv = to + first * p.n + place.at(p.n);
+        kept_step = step * p.kept_row, dv_step = step * p.n;
+    }
+#endif
 
     __device__ BackwardRows(const BackwardProblem& p, const T* dy, const D* d, long long first, long long step,
                             const Column& place, int inside, uint4* memory)
@@ -95,12 +116,16 @@ struct BackwardRows {
         if (whole) {
             copy_async(to, dy);
 #pragma unroll
-            for (int j = 1; j < WORDS; ++j) copy_async(to + j * THREADS, d + (j - 1) * 16 / sizeof(D));
+            for (int j = 1; j < WORDS - RESIDUAL; ++j) copy_async(to + j * THREADS, d + (j - 1) * 16 / sizeof(D));
         } else {
             copy_any(to);
         }
         dy += dy_step;
         d += d_step;
+#if RESIDUAL
+        copy_async(to + (WORDS - 1) * THREADS, kept);
+        kept += kept_step;
+#endif
     }
     __device__ __forceinline__ void copy_any(uint4* to) const {
         if (vector_dy) {
@@ -112,7 +137,7 @@ struct BackwardRows {
             *to = *reinterpret_cast<const uint4*>(&all);
         }
 #pragma unroll
-        for (int j = 1; j < WORDS; ++j) {
+        for (int j = 1; j < WORDS - RESIDUAL; ++j) {
             const int left = inside * int(sizeof(D)) - 16 * (j - 1);
             copy_async(to + j * THREADS, d + (j - 1) * 16 / sizeof(D), d == nullptr ? 0 : max(min(left, 16), 0));
         }
@@ -123,12 +148,21 @@ struct BackwardRows {
         dy_step = -dy_step;
         d_step = -d_step;
     }
-    __device__ __forceinline__ Row read(int stage) const {
+    __device__ __forceinline__ Row read(int stage) {
         const uint4* from = pipeline + stage * WORDS * THREADS;
         Row row;
         *reinterpret_cast<uint4*>(&row.dy) = from[0];
 #pragma unroll
-        for (int j = 1; j < WORDS; ++j) reinterpret_cast<uint4*>(&row.d)[j - 1] = from[j * THREADS];
+        for (int j = 1; j < WORDS - RESIDUAL; ++j) reinterpret_cast<uint4*>(&row.d)[j - 1] = from[j * THREADS];
+#if RESIDUAL
+        Vector<T, VEC> of;
+        *reinterpret_cast<uint4*>(&of) = from[(WORDS - 1) * THREADS];
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            from_float(Activation<T>::gradient(to_float(row.dy.at[j]), to_float(of.at[j])), row.dy.at[j]);
+        store_whole(dv, row.dy);
+        dv += dv_step;
+#endif
         return row;
     }
 };

@@ -337,6 +337,40 @@ def test_one_launch_gives_the_bits_of_two(way: str, dtype: str, activation: Any)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["relu", "gelu", ("leaky_relu", -0.5)])
+@pytest.mark.parametrize("shape", [(20001, 64, 264), (9000, 128, 4096)])  # a cluster shares the rows, and none does
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_launch_of_the_sums_makes_its_gradient(dtype: str, shape: tuple[int, int, int], activation: Any) -> None:
+    """It takes a dy whose rows start on 16 bytes; for others a launch before it makes the gradient. The bits agree."""
+    torch = pytest.importorskip("torch")
+    (B, I, O), of_dtype = shape, getattr(torch, dtype)
+    random = torch.Generator("cuda").manual_seed(B)
+    x, weight, residual, memory = (
+        torch.randn(*of, generator=random, device="cuda").to(of_dtype) for of in ((B, I), (O, I), (B, O), (B * O + 8,))
+    )
+    options = {"training": True, "activation": activation, "return_saved": True}
+    _, saved = gsbn.forward(x, weight, gamma=x[0, :1].expand(O), **options, residual=residual)
+
+    def call(start: int) -> list[Any]:
+        dy = memory[start : start + B * O].copy_(memory[: B * O].clone()).view(B, O)
+        with poisoned_allocations(kind_of("torch-cuda")):
+            gradients = gsbn.backward(dy, saved)
+            return [*gradients, gradients.residual]
+
+    first = memory.clone()
+    with prepared() as launches:
+        one = call(0)
+    passes = [(of.name, ("RESIDUAL", "1") in of.defines) for of in launches]
+    assert passes[:2] == [("backward_sums", True), ("backward_dg", False)]
+    memory.copy_(first)
+    with prepared() as launches:
+        two = call(1)
+    assert [of.name for of in launches][:3] == ["activate_backward", "backward_sums", "backward_dg"]
+    for a, b in zip(one, two, strict=True):
+        assert (a is b is None) or torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+@pytest.mark.gpu
 def test_describe_shows_the_launch() -> None:
     cupy = pytest.importorskip("cupy")
     x, weight, residual = (cupy.ones(shape, "f4") for shape in ((64, 32), (48, 32), (64, 48)))

@@ -26,6 +26,7 @@ from gsbn._plan import (
 from gsbn._plan.problem import ITEMSIZE, VECTORS, ceil_div
 from gsbn._plan.program import Launch, Program
 from gsbn._plan.sm90_variants import CHANNELS_FIRST_TILES, SM90_BLOCK_N
+from gsbn.reference import NEEDS
 from tests.plan.fits import known, quotient
 from tests.plan.seen import assert_steps_fit
 from tests.support.fake_gpu import HOPPER, Array, gpu
@@ -196,10 +197,11 @@ def test_calls_launch_what_was_planned(needs: tuple[str, ...], inputs: int) -> N
         log.clear()
         how = How.of(saved, needs)
         kept = x if "weight" in needs else None, weight if "x" in needs else None
-        found, made = run(BACKWARD_CHANNELS_FIRST, _kind(), (y, *kept, saved.deviations, saved.vectors), (how, length))
+        arrays = y, *kept, saved.deviations, saved.vectors, None
+        found, made = run(BACKWARD_CHANNELS_FIRST, _kind(), arrays, (how, length))
         assert found is not None
         shapes = {"x": (m, inputs), "weight": (n, inputs)}
-        for gradient, name in zip(found.returned(made), ("x", "weight", "bias", "scale", "gamma", "beta"), strict=True):
+        for gradient, name in zip(found.returned(made), NEEDS, strict=True):
             assert (gradient is None) is (name not in needs)
             assert gradient is None or gradient.shape == shapes.get(name, (n,))
         names = ["copy_rows"] * (copies if "x" in needs else 0) + ["channel_sums", "channel_dg"]

@@ -13,10 +13,13 @@ from gsbn import _plan
 from gsbn._forward import forward_within
 from gsbn._plan import ITEMSIZE, Limits, Matmul, Matrix, place_of_u, then_activate
 from gsbn._plan.activate import plan_activate_backward, plan_residual
-from gsbn._plan.copies import whole_words
+from gsbn._plan.backward import Asked, plan_backward
+from gsbn._plan.copies import vector_rows, whole_words
 from gsbn._plan.declared import parameters
 from gsbn._plan.program import ABSENT, Array, Launch, Program
+from gsbn._plan.sources import Kernel
 from gsbn._plan.variants import activate, activate_backward
+from gsbn.reference import NEEDS
 from tests.plan.fits import ARGUMENTS, known, largest_grid, matrices, problems
 from tests.plan.seen import assert_steps_fit, plan
 from tests.support import fake_gpu
@@ -96,6 +99,24 @@ def test_the_one_launch_takes_it_where_it_can(
     assert (program.arrays, program.workspace, launch.grid) == (plain.arrays, plain.workspace, before.grid)
 
 
+@given(data=st.data(), p=problems(), training=st.booleans(), needs=st.sets(st.sampled_from(NEEDS), min_size=1))
+def test_a_backward_fits(data: st.DataObject, p: Matmul, training: bool, needs: set[str]) -> None:
+    """One launch makes the gradient of the residual, which takes the place of dy: that of the sums where it can."""
+    kept = data.draw(matrices(p.m, p.n))
+    asked = Asked(training=training and p.m > 1, needs=tuple(needs), kept=kept, of_sum="relu")
+    program = plan_backward(p, asked)
+    assert_steps_fit(program, NAMES, known("sm_90a", ("relu", "silu")), largest_grid(p.device))
+    makers = [of for of in program.launches() if "dv" in of.passed]
+    dv = "gradient of residual" if "residual" in needs else "dv"
+    assert [of.passed["dv"] for of in makers] == [dv] and makers[0].passed["dy"] == "dy"
+    assert all(name != "dy" for of in program.launches() for name in of.passed.values() if of is not makers[0])
+    if makers[0].kernel.name == "backward_sums":
+        size = ITEMSIZE[p.dtype]
+        assert p.n * size % 16 == 0 and vector_rows(p.y, size) and vector_rows(kept, size)
+        assert (makers[0].fields["dy_row"], makers[0].fields["kept_row"]) == (p.y.strides[0], kept.strides[0])
+        assert makers[0].passed["kept"] == "kept"
+
+
 @given(data=st.data(), p=problems(), activation=ACTIVATIONS, keeps=st.booleans())
 def test_what_stands_alone_fits(data: st.DataObject, p: Matmul, activation: Any, keeps: bool) -> None:
     of_other = data.draw(matrices(p.m, p.n))
@@ -141,12 +162,20 @@ def test_calls_launch_what_was_planned(dtype: str, layout: str, activation: Any)
         assert saved.kept is (None if activation is None else y) or (activation == "silu" and saved.kept.pointer == u)
         log.clear()
         gradients = gsbn.backward(dy, saved)
-        first, *others = log
-        kept = dy if activation is None else saved.kept
-        assert first.name == "activate_backward"
-        assert first.words == (dy.pointer, kept.pointer, gradients.residual.pointer)
-        assert any(gradients.residual.pointer in launch.words for launch in others)
-        assert all("ACTIVATION" not in dict(launch.defines) and dy.pointer not in launch.words for launch in others)
+        of_residual = gradients.residual.pointer
+        if activation is None:  # a copy, and a backward of dy itself
+            first, *others = log
+            assert first.name == "activate_backward" and first.words == (dy.pointer, dy.pointer, of_residual)
+            assert all(of_residual not in launch.words for launch in others)
+        else:
+            first, *others = log
+            file = "activate" if first.name == "activate_backward" else first.name
+            words = dict(zip(parameters(Kernel(first.name, file, first.defines))[1], first.words, strict=True))
+            assert first.name == "activate_backward" or ("RESIDUAL", "1") in first.defines
+            assert (words["dy"], words["dv"]) == (dy.pointer, of_residual)
+            assert words.get("kept", words.get("v")) == saved.kept.pointer
+            assert any(of_residual in launch.words for launch in others)
+            assert all("ACTIVATION" not in dict(launch.defines) and dy.pointer not in launch.words for launch in others)
         log.clear()
         alone = gsbn.backward(dy, saved, needs=("residual",))
         assert [launch.name for launch in log] == ["activate_backward"] and alone.x is None
@@ -184,7 +213,8 @@ def test_limits_on_sms_hold_for_every_launch() -> None:
         options: dict[str, Any] = {"training": True, "activation": "gelu", "sms": 7}
         _, saved = gsbn.forward(x, weight, **options, residual=residual, return_saved=True)
         gsbn.backward(dy, saved, sms=7)
-    assert {"activate", "activate_backward"} <= {launch.name for launch in log}
+    assert {"activate", "backward_sums"} <= {launch.name for launch in log}
+    assert [("RESIDUAL", "1") in of.defines for of in log if of.name == "backward_sums"] == [True]
     assert all(launch.grid <= 7 and launch.limited for launch in log if launch.name != "cuBLAS")
 
 

@@ -75,9 +75,9 @@ def ours(o: Tensors, samples: tuple[int, int], training: bool, relu: bool, state
     how = How.of(saved, ("x", "weight", "bias", "gamma", "beta"))._replace(
         dtypes=("float32", None, "float32", "float32")
     )
-    given = dy.view(y.shape), of_rows, o["weight"], saved.deviations, saved.vectors
+    given = dy.view(y.shape), of_rows, o["weight"], saved.deviations, saved.vectors, None
     checked, arrays = run(BACKWARD_CHANNELS_FIRST, kind_of_tensor(y), given, (how, samples[1]), limits=limits)
-    dx, dweight, dbias, _, dgamma, dbeta = checked.returned(arrays)
+    dx, dweight, dbias, _, dgamma, dbeta, _ = checked.returned(arrays)
     assert not dbias.any()
     found = {"y": last(y.view(*dy.shape)), "dx": last(dx.view(*x.shape)), "dweight": dweight, "dgamma": dgamma}
     return found | {"dbeta": dbeta, "running_mean": mean, "running_var": var}
