@@ -136,20 +136,17 @@ def backward_of(
     """`backward`, but only dy is checked. The names in `wanted` are in the order of `Gradients`. `wide`: see `How`."""
     if saved.group is not None:
         saved.group.check()
-    dv = None
-    if saved.residual:
-        of_layer = tuple(name for name in wanted if name != "residual")
-        alone = not of_layer and saved.group is None  # the ranks of a group wait for each other
-        if "residual" in wanted and (alone or saved.activation is None):
-            dv = before_activation(dy, saved, sms, limits)
-            if alone:
-                return Gradients(None, None, None, None, None, None, dv)
-            wanted = of_layer
+    if saved.residual and "residual" in wanted:
+        others = tuple(name for name in wanted if name != "residual")
+        alone = not others and saved.group is None  # the ranks of a group wait for each other
+        if alone or saved.activation is None:  # without an activation it is a copy of dy
+            of_residual = before_activation(dy, saved, sms, limits)
+            none: Gradients[Any] = Gradients(*[None] * len(Gradients._fields))
+            made = none if alone else backward_of(dy, saved, others, sms, limits, wide=wide)
+            made.residual = of_residual
+            return made
     how = How.of(saved, wanted, sms, wide=wide)
-    made = call(BACKWARD, (dy, *saved[:4], saved.kept), how, group=saved.group, limits=limits, context=saved)
-    if dv is not None:
-        made.residual = dv
-    return made  # type: ignore[no-any-return]
+    return call(BACKWARD, (dy, *saved[:4], saved.kept), how, group=saved.group, limits=limits, context=saved)  # type: ignore[no-any-return]
 
 
 class How(NamedTuple):
@@ -170,17 +167,17 @@ class How(NamedTuple):
     in_place: bool = False  # dg overwrites the deviations, which have its dtype
     identity: bool = False  # the layer is `gsbn.linear`: y takes the place of the deviations
     groups: int = 1  # the number of ghost batches
-    of_sum: Any = None  # the activation of a sum with a residual; kept tells its gradient
+    residual_activation: Any = None  # the activation after a residual, whose gradient follows from `kept`
 
     @classmethod
     def of(cls, saved: Saved, needs: tuple[str, ...], sms: int | None = None, *, wide: bool = False) -> How:
         """The options of a backward from `saved`, for the gradients named in `needs`."""
         _, _, _, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups, adds, _ = saved
-        of_y, of_sum = (None, activation) if adds else (activation, None)
+        of_y, residual_activation = (None, activation) if adds else (activation, None)
         of_call = training, precision, gemm, dtypes, of_y, scale_shape, group, needs, sms
         norm, linear, in_place, identity = True, True, False, vectors is None
         # quicker than the constructor
-        return cls._make((*of_call, norm, linear, wide, in_place, identity, groups, of_sum))
+        return cls._make((*of_call, norm, linear, wide, in_place, identity, groups, residual_activation))
 
     def saved(self, x: Any, weight: Any, deviations: Any, vectors: Any) -> Saved:
         """The Saved of these arrays, without torch's counts of their changes."""
@@ -298,7 +295,7 @@ def _program(
         ld_saved=0 if deviations is None else deviations.shape[1],
         y=matrix_of(deviations) if how.identity and deviations is not None else None,
         kept=None if kept is None else matrix_of(kept),
-        of_sum=how.of_sum,
+        residual_activation=how.residual_activation,
     )
     return _plan.plan_backward(p, asked)
 
@@ -329,7 +326,7 @@ def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Save
     wanted = {name: dtype for name, dtype in dtypes.items() if name in needs and dtype is not None}
     given: tuple[Any, ...] = tuple(map(kind.numpy, (dy, *saved[:2])))
     if kept is not None:
-        dv = _cpu.before(given[0], kind.numpy(kept), how.of_sum)
+        dv = _cpu.before(given[0], kind.numpy(kept), how.residual_activation)
         given = dv, *given[1:]
     if how.identity:
         y = given[0] if saved.deviations is None else kind.numpy(saved.deviations)

@@ -130,7 +130,7 @@ def program_of(
         ranks=ranks,
         **result,
     )
-    if not activates or program.adds:
+    if not activates or program.adds_residual:
         return program
     return _plan.then_activate(program, p, activation, out=out is not None, keeps=keeps, residual=at)
 

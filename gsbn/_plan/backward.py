@@ -29,7 +29,7 @@ from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
 from .skinny import SkinnyBackward, Sums, remat_backward, skinny_backward
 from .sources import with_activation
-from .variants import GHOST_FEATURES, before_residual, column_sums, sum_ghosts
+from .variants import GHOST_FEATURES, column_sums, making_residual_gradient, sum_ghosts
 
 _NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # for a launch that writes no gradients
 
@@ -67,7 +67,7 @@ class Asked(NamedTuple):
     ld_saved: int | None = None  # row pitch of the deviations
     y: Matrix | None = None  # layout of y, with `identity` and an activation
     kept: Matrix | None = None  # with a residual and an activation: layout of the array that tells its gradient
-    of_sum: Any = None  # that activation
+    residual_activation: Any = None  # that activation
 
 
 class Chosen(NamedTuple):
@@ -75,7 +75,7 @@ class Chosen(NamedTuple):
 
     dg: bool  # whether dg is computed; if not, the products, if any, read dy instead of dg
     sums: bool  # whether sums of columns are computed
-    makes_dv: bool  # whether the launch that computes them also makes the gradient of the residual
+    sums_make_dv: bool  # whether the launch that computes them also makes the gradient of the residual
     passes: Passes
     dy: Matrix  # layout of the dy that the passes read, perhaps of a copy
     x: Matrix  # of the x and the weight that skinny_backward reads, perhaps of copies
@@ -131,7 +131,7 @@ class _Backward:
     """Makes the plan of a call of `m` rows. p.m is at least 1, so that ranks without rows make the same choices."""
 
     def __init__(self, p: Matmul, asked: Asked) -> None:
-        self.m, self.dy, self.asked = p.m, p.y, asked
+        self.m, self.given_dy, self.asked = p.m, p.y, asked
         self.p = p._replace(m=max(p.m, 1))
         if asked.kept is not None:  # dv takes the place of dy
             self.p = self.p._replace(y=Matrix((p.n, 1), True))
@@ -144,11 +144,11 @@ class _Backward:
         of_stages += ("residual",) * (asked.kept is not None)
         needs = [name for name in of_stages if name in asked.needs]
         self.gradients = make_gradients(self.build, p, needs, self.vectors, wide=asked.wide)
-        self.of_dy = "dy"  # what the passes take as dy
+        self.dy = "dy"  # the memory that the passes take as dy
         if asked.kept is not None:
-            self.of_dy = self.gradients["residual"]
-            if self.of_dy == ABSENT:
-                self.of_dy = self.build.make("dv", (p.m, p.n), p.dtype, scratch=True)
+            self.dy = self.gradients["residual"]
+            if self.dy == ABSENT:
+                self.dy = self.build.make("dv", (p.m, p.n), p.dtype, scratch=True)
 
     def of_nothing(self) -> Program:
         """Return the program for an empty batch, whose gradients are zeros."""
@@ -218,12 +218,13 @@ class _Backward:
                 padded = padded._replace(m=dw.p.m, x=at) if padded.n > dw.p.n else None
             dw = dw._replace(p=dw.p._replace(x=at), padded=padded)
         y = asked.y if asked.y is None or on_words(asked.y, n, size) else in_rows(n, size)
-        makes_dv = sums and skinny is None and remat is None and self._sums_make_dv(passes)
-        if makes_dv:
-            kernel, grid = passes.sums
-            passes = passes._replace(sums=(with_activation(before_residual(kernel), asked.of_sum), grid))
+        sums_make_dv = sums and skinny is None and remat is None and self._sums_make_dv(passes)
+        if sums_make_dv:
+            of_sums, grid = passes.sums
+            of_sums = with_activation(making_residual_gradient(of_sums), asked.residual_activation)
+            passes = passes._replace(sums=(of_sums, grid))
         self.chosen = Chosen(
-            dg, sums, makes_dv, passes, dy, x, w, y, pitch, ld_transposed, skinny, remat, dual, of_dx, of_dw, dx, dw
+            dg, sums, sums_make_dv, passes, dy, x, w, y, pitch, ld_transposed, skinny, remat, dual, of_dx, of_dw, dx, dw
         )
 
     def _sums_make_dv(self, passes: Passes) -> bool:
@@ -231,7 +232,7 @@ class _Backward:
         p, asked, size = self.p, self.asked, ITEMSIZE[self.p.dtype]
         if asked.kept is None or passes.fused or not asked.training or asked.groups > 1:
             return False
-        whole = p.n * size % 16 == 0 and vector_rows(self.dy, size) and vector_rows(asked.kept, size)
+        whole = p.n * size % 16 == 0 and vector_rows(self.given_dy, size) and vector_rows(asked.kept, size)
         return whole and self.m > 0 and deviations_dtype(p.dtype, p.m, training=True) == p.dtype
 
     def lay_out(self) -> None:
@@ -256,11 +257,11 @@ class _Backward:
     def copy_operands(self) -> None:
         """Copy the operands whose layout the kernels cannot take, and name the memory of all operands."""
         p, chosen, build, dtype = self.p, self.chosen, self.build, self.p.dtype
-        names = {"dy": self.of_dy, "x": "x", "weight": "weight", "deviations": "deviations"}
+        names = {"dy": self.dy, "x": "x", "weight": "weight", "deviations": "deviations"}
         if self.m:
-            if self.asked.kept is not None and not chosen.makes_dv:
-                add_before(build, p._replace(y=self.dy), self.asked.of_sum, self.asked.kept, self.of_dy)
-            names["dy"] = build.operand(self.of_dy, (self.m, p.n), p.y, chosen.dy, dtype)
+            if self.asked.kept is not None and not chosen.sums_make_dv:
+                add_before(build, p._replace(y=self.given_dy), self.asked.residual_activation, self.asked.kept, self.dy)
+            names["dy"] = build.operand(self.dy, (self.m, p.n), p.y, chosen.dy, dtype)
             if chosen.dw is not None:
                 names["x"] = build.operand("x", (self.m, p.k), p.x, chosen.dw.p.w.T, dtype)
             if chosen.dx is not None:
@@ -273,7 +274,7 @@ class _Backward:
         names["dg"] = names["transposed"] = ABSENT if chosen.dg else names["dy"]
         if not chosen.dg and chosen.ld_transposed:
             to = Matrix((chosen.ld_transposed, 1), True, own=True)
-            names["transposed"] = build.operand(self.of_dy, (p.n, self.m), p.y.T, to, dtype, "transpose")
+            names["transposed"] = build.operand(self.dy, (p.n, self.m), p.y.T, to, dtype, "transpose")
         if chosen.dg:
             if self.asked.in_place:
                 names["dg"] = "deviations"
@@ -315,8 +316,8 @@ class _Backward:
             build.launch(*passes.sums, of_remat, passed | {"workspace": of_sums}, chosen.remat.block)
         elif chosen.sums and self.m:
             passed, of_rows = {**reads, "workspace": of_sums, "zeros": zeros}, fields
-            if chosen.makes_dv and self.asked.kept is not None:
-                of_rows = fields | {"dy_row": self.dy.strides[0], "kept_row": self.asked.kept.strides[0]}
+            if chosen.sums_make_dv and self.asked.kept is not None:
+                of_rows = fields | {"dy_row": self.given_dy.strides[0], "kept_row": self.asked.kept.strides[0]}
                 passed |= {"dy": "dy", "kept": "kept", "dv": names["dy"]}
             build.launch(*passes.sums, of_rows, passed)
         elif self.gradients["bias"] != ABSENT:  # in training: no other vector needs a gradient, and this one is zero
@@ -356,7 +357,7 @@ class _Backward:
         ldd = chosen.pitch if asked.ld_saved is None else asked.ld_saved
         fields |= {"lddg": chosen.pitch, "ldd": ldd if chosen.y is None else chosen.y.strides[0]}
         fields |= {"ld_transposed": chosen.ld_transposed, **passes.fields, "splits": passes.splits if self.m else 0}
-        fields |= {"words": self.at.limbs.maxima_bytes // 4, "dy_ahead": chosen.makes_dv}
+        fields |= {"words": self.at.limbs.maxima_bytes // 4, "dy_ahead": chosen.sums_make_dv}
         fields |= {"skinny_rows": skinny.rows if skinny else 0, "skinny_features": skinny.features if skinny else 0}
         fields |= {"signature": 0 if asked.ranks is None else asked.ranks.signature}
         given = {f"to_{name}": 8 + kind_code(dtype) for name, dtype in dtypes.items() if name in asked.needs}

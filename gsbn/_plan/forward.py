@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .copies import in_rows, start_on_words, vector_rows, whole_words
 from .declared import flags
 from .forward_passes import divide
-from .forward_path import gemm_for, mode_of, one_pass_serves, stores_vectors_alone, taken_by, takes_residual
+from .forward_path import gemm_for, mode_of, one_pass_serves, stores_vectors_alone, taken_by
 from .gemm import OfCall, OneLaunch, one_launch, tiled
 from .limbs import Splits, lay_out, split_of
 from .problem import (
@@ -32,7 +32,7 @@ from .problem import (
 from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
 from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
-from .sm90_variants import SM90_THREADS, adding_residual, by_limbs, element_for, saving_vectors
+from .sm90_variants import SM90_THREADS, adding_residual, by_limbs, element_for, may_add_residual, saving_vectors
 from .sources import with_activation, with_ghosts, with_renorm
 from .tensor_maps import map_arguments
 from .variants import (
@@ -101,8 +101,8 @@ def plan_forward(
     scale, if it is not an array. `vectors`: the result of `vector_codes`. `renorm`: the fields of the kernels' structs
     for batch renormalisation. `counts`: num_batches_tracked is given. `out`: y is given. `groups`: how many ghost
     batches there are; 1 in inference. `residual`: the layout of a residual that the one launch adds where it can
-    (`Program.adds`); elsewhere the program computes y without the residual and the activation. `result`: the name of
-    the array that the call makes for y without `out`; `activate.py` names it "u".
+    (`Program.adds_residual`); elsewhere the program computes y without the residual and the activation. `result`: the
+    name of the array that the call makes for y without `out`; `activate.py` names it "u".
 
     Raises a ValueError that names `gemm` if that GEMM cannot serve the call.
     """
@@ -138,8 +138,7 @@ def plan_forward(
     ):
         skinny = skinny_forward(p, precision, training=training, saves=saves)
     taken = for_skinny(p) if skinny else taken_by(p, chosen, element_for(p.dtype, precision), fused)
-    how = {"training": training, "saves": saves, "bare": renorm is None and ranks is None}
-    if residual is not None and not (fused and takes_residual(taken, residual, **how)):
+    if residual is not None and not fused:
         residual = activation = None
 
     build = Builder(p.device)
@@ -202,9 +201,12 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
     one = one_launch(taken, mode_of(call.training), call.precision, of_call)
     kernel = saving_vectors(one.kernel) if call.remat else one.kernel
     residual, activation = call.residual, call.activation
-    if residual is not None and one.split > 1:
-        residual = activation = None
-    kernel = kernel if residual is None else adding_residual(kernel)
+    if residual is not None:
+        whole = not taken.y.own and all(whole_words(at, p.n, size) for at in (taken.y, residual))
+        if whole and may_add_residual(kernel):
+            kernel = adding_residual(kernel)
+        else:
+            residual = activation = None
     one = one._replace(kernel=with_activation(kernel, activation))
     if one.defers and not whole_words(taken.y, p.n, size):
         taken = taken._replace(y=in_rows(p.n, size))

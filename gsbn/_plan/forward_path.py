@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .copies import in_rows, whole_words
+from .copies import in_rows
 from .cost import copies_us, cublas_us, passes_us
 from .gemm import LEAST_TERMS, OfCall, cheapest_tile, cublas_obstacle, for_cublas, for_sm90, for_tiled, sm90_obstacle
-from .problem import ITEMSIZE, Matmul, Matrix
+from .problem import ITEMSIZE, Matmul
 from .skinny import rematerializes, serves_skinny, skinny_forward
 from .sm90_variants import element_for
 from .variants import FEW_FEATURES
@@ -134,16 +134,6 @@ def taken_by(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:
         return p._replace(x=x, w=w)
     taken = for_sm90(p, element)
     return taken if fused else taken._replace(y=p.y)
-
-
-def takes_residual(taken: Matmul, residual: Matrix, *, training: bool, saves: bool, bare: bool) -> bool:
-    """Return whether the one launch can add a residual of this layout, for which not all variants exist.
-
-    `bare`: the call has neither batch renormalisation nor ranks.
-    """
-    size, y = ITEMSIZE[taken.dtype], taken.y
-    whole = not y.own and whole_words(y, taken.n, size) and whole_words(residual, taken.n, size)
-    return whole and size == 2 and bare and (saves or not training)
 
 
 def mode_of(training: bool) -> str:

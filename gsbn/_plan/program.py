@@ -71,7 +71,7 @@ class Program(NamedTuple):
     limited: bool = False  # no launch begins before the one ahead has ended
 
     @property
-    def adds(self) -> bool:
+    def adds_residual(self) -> bool:
         """Whether a launch adds the residual."""
         return any("residual" in step.passed for step in self.launches())
 

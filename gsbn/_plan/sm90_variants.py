@@ -53,7 +53,7 @@ def sm90_kernels() -> Iterator[Kernel]:
         yield kernel
         if dict(kernel.defines)["SAVE_DEVIATIONS"] == "1":
             yield renormalising(kernel)
-        if _may_add(kernel):
+        if may_add_residual(kernel):
             yield adding_residual(kernel)
 
 
@@ -69,18 +69,20 @@ def saving_vectors(kernel: Kernel) -> Kernel:
 
 
 def adding_residual(kernel: Kernel) -> Kernel:
-    """Return the variant, of a variant in 16 bits for training with a backward or for inference, that adds a residual.
-
-    It has neither split-k, ranks nor batch renormalisation, and its channels come last.
-    """
+    """Return the variant that adds a residual, of one for which `may_add_residual` is true."""
     return kernel._replace(defines=(*kernel.defines, ("RESIDUAL", "1")))
 
 
-def _may_add(kernel: Kernel) -> bool:
-    of = dict(kernel.defines)
+def may_add_residual(kernel: Kernel) -> bool:
+    """Return whether a variant has one that adds a residual: in 16 bits, for inference and training with a backward.
+
+    There is none with split-k, ranks, batch renormalisation or channels first.
+    """
+    of = {"RENORM": "0", "CHANNELS_FIRST": "0"} | dict(kernel.defines)
     serves = of["MODE"] == MODES["inference"] or (of["MODE"] != MODES["gemm"] and of["SAVE_VECTORS"] == "1")
     in_16_bits = of["ELEMENT"] in (ELEMENTS["float16"], ELEMENTS["bfloat16"])
-    return serves and in_16_bits and of["SPLIT_K"] == "1" and of["RANKS"] == "0" and "CHANNELS_FIRST" not in of
+    bare = of["SPLIT_K"] == "1" and of["RANKS"] == of["RENORM"] == of["CHANNELS_FIRST"] == "0"
+    return serves and in_16_bits and bare
 
 
 def _without_renorm() -> Iterator[Kernel]:

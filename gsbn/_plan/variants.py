@@ -106,7 +106,7 @@ def _plain_kernels() -> Iterator[Kernel]:
             yield backward_kernels(dtype, d_dtype, training=training, sharing=SUMS_CLUSTER)[0]
             if training and d_dtype == dtype:
                 for sharing in (1, SUMS_CLUSTER):
-                    yield before_residual(backward_kernels(dtype, dtype, training=True, sharing=sharing)[0])
+                    yield making_residual_gradient(backward_kernels(dtype, dtype, training=True, sharing=sharing)[0])
             if training and d_dtype == dtype and remat_sizes(dtype):
                 _, of_dg, _, total, _ = backward_kernels(dtype, "float32", training=True)
                 yield from (of_dg, total)
@@ -369,7 +369,7 @@ def backward_kernels(
     return sums, dg, fused, *others
 
 
-def before_residual(sums: Kernel) -> Kernel:
+def making_residual_gradient(sums: Kernel) -> Kernel:
     """Return the variant of backward_sums that also makes the gradient of a residual."""
     made = sums._replace(defines=(*sums.defines, ("RESIDUAL", "1")))
     return made._replace(shared=Constants(f"{made.file}.cu", dict(made.defines))["SHARED_BYTES"])

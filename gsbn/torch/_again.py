@@ -57,7 +57,7 @@ def as_variables(create: bool, *arguments: Any) -> list[Any]:
 
 
 def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> list[Any]:
-    """Return the gradients that `how.needs` names, as functions of x, dy and the arguments in `given`.
+    """Return the gradients that `how.needs` names, save that of a residual, as functions of x, dy and `given`.
 
     The list has the order of `Gradients`, with None for the other gradients. In the first half of a backward, the
     gradient of g takes the place of the gradient of x. Raises RuntimeError if x was not kept.
@@ -89,7 +89,7 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
         y = y if beta is None else y + beta
         y = (y if how.activation is None else apply(y, how.activation)).to(x.dtype)
         inputs = dict(zip(Gradients._fields, (x if how.linear else g, weight, bias, scale, gamma, beta), strict=True))
-        wanted = [name for name in how.needs if not isinstance(inputs[name], NUMBERS)]
+        wanted = [name for name in how.needs if name in inputs and not isinstance(inputs[name], NUMBERS)]
         found = torch.autograd.grad(y, [inputs[name] for name in wanted], dy, create_graph=create, allow_unused=True)
     gradients = dict(zip(wanted, found, strict=True))
     return [gradients.get(name) for name in Gradients._fields]

@@ -24,9 +24,8 @@ _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambd
 _einsum: Any = getattr(torch._C._VariableFunctions, "einsum", torch.einsum)  # without a layer of Python
 _NAMES = ("x", "weight", *VECTOR_PARAMETERS, "residual")
 _NEEDED = {
-    needed: tuple(name for name, need in zip(_NAMES, needed, strict=False) if need)
-    for names in (len(_NAMES) - 1, len(_NAMES))  # a node may have no residual
-    for needed in product((False, True), repeat=names)
+    needed: tuple(name for name, need in zip(_NAMES, needed, strict=True) if need)
+    for needed in product((False, True), repeat=len(_NAMES))
 }
 
 
@@ -36,8 +35,7 @@ def goes_again(dy: Any) -> bool:
 
 
 def needed_of(needs_input_grad: tuple[bool, ...]) -> tuple[str, ...]:
-    """Return the names of those of x, weight, bias, scale, gamma, beta and perhaps residual whose gradients a node must
-    compute."""
+    """Return the names of those of x, weight, bias, scale, gamma, beta and residual whose gradients a node computes."""
     return _NEEDED[needs_input_grad]
 
 

@@ -45,7 +45,7 @@ def way_of(x: Any, weight: Any, vectors: tuple[Any, ...], options: tuple[Any, ..
     """
     if not x.is_cuda or is_compiling() or is_watched() or not x.is_contiguous() or x.numel() == 0:
         return None
-    dtype = _dtype_of(x)
+    dtype = autocast_dtype(x)
     if dtype is None and weight.dtype is not x.dtype:
         return None  # the call raises the error
     training, *_, gemm = options
@@ -70,7 +70,7 @@ def beats_modules(x: Any, weight: Any, vectors: tuple[Any, ...], training: bool,
     if way != COPIES:
         return way == IN_PLACE
     n, k, *sizes = x.shape
-    features, length, dtype = weight.shape[0], prod(sizes), _dtype_of(x) or x.dtype
+    features, length, dtype = weight.shape[0], prod(sizes), autocast_dtype(x) or x.dtype
     if n * length * (k + features) < _COPIED:
         return False
     if dtype is torch.float32:
@@ -84,7 +84,7 @@ def beats_modules(x: Any, weight: Any, vectors: tuple[Any, ...], training: bool,
     return features >= k or slow_elsewhere or training or _needs_gradients(x, weight, vectors)
 
 
-def _dtype_of(x: Any) -> Any:
+def autocast_dtype(x: Any) -> Any:
     """Return the dtype to which autocast casts x, or None."""
     return get_autocast_dtype("cuda") if is_autocast_enabled("cuda") and x.dtype is not torch.float64 else None
 
@@ -114,7 +114,7 @@ def channels_first(
     """
     of_y = x.shape[0], weight.shape[0], *x.shape[2:]
     of_call = state, options, checked_activation(activation), way, of_y
-    dtype = _dtype_of(x)
+    dtype = autocast_dtype(x)
     x = rows_of(x, dtype) if way == COPIES else x
     if _needs_gradients(x, weight, vectors):
         # as _apply_of in _function.py
@@ -167,7 +167,8 @@ class _ChannelsFirst(Function):
     def backward(ctx: Any, dy: Any) -> Any:
         x, weight, deviations, vectors = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_gamma, needs_beta, *_ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=needed_of((needs_x, needs_weight, needs_bias, False, needs_gamma, needs_beta)))
+        needed = needs_x, needs_weight, needs_bias, False, needs_gamma, needs_beta, False
+        how = ctx.how._replace(needs=needed_of(needed))
         copies = ctx.way == COPIES
         if goes_again(dy):
             rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if not copies and x is not None else x

@@ -38,10 +38,10 @@ from ._autograd import (
     transforms,
     widens,
 )
-from ._channels_first import COPIES, IN_PLACE, channels_first, way_of
+from ._channels_first import COPIES, IN_PLACE, autocast_dtype, channels_first, way_of
 from ._groups import group_of, name_of
 from ._operators import recorded
-from ._residual import added, before_again, check_residual, may_join
+from ._residual import added, before_again, check_residual, joins_call
 from ._transpose import rows_of
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
@@ -168,7 +168,7 @@ def call(
         checked_activation(activation)
         if x.dim() > 1 and weight.dim() > 1:  # else the call below raises an error
             check_residual(residual, (x.shape[0], weight.shape[0], *x.shape[2:]), x.device)
-        if x.dim() == weight.dim() == 2 and may_join(x, residual, activation, _dtype_of(x)):
+        if x.dim() == weight.dim() == 2 and joins_call(x, residual, activation, autocast_dtype(x)):
             pass  # the call below takes it
         elif x.dim() < 3 or not in_rows(x):
             of_u = x, weight, bias, scale, gamma, beta, state, options, None, process_group, renorm, groups
@@ -240,12 +240,6 @@ def call(
     return added(y, residual, activation) if alone else y
 
 
-def _dtype_of(x: Any) -> Any:
-    """Return the dtype of y."""
-    device = "cuda" if x.is_cuda else "cpu"
-    return get_autocast_dtype(device) if is_autocast_enabled(device) and x.dtype is not torch.float64 else x.dtype
-
-
 def _recorded_limits(renorm: Any) -> tuple[Any, Any]:
     """Return `renorm` in the form that a recorded program has: numbers or None, and a tensor or None."""
     if renorm is None or isinstance(renorm, Tensor):
@@ -295,13 +289,12 @@ class _Whole(Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         # If x and weight were cast, autograd casts their gradients to the dtypes of the arguments.
-        *of_layer, of_residual, _ = ctx.needs_input_grad
+        *_, of_residual, _ = ctx.needs_input_grad
+        how = ctx.how._replace(needs=needed_of(ctx.needs_input_grad[:7]))
         x, weight, deviations, vectors, kept = ctx.saved_tensors
         if goes_again(dy):
-            how = ctx.how._replace(needs=needed_of((*of_layer,)))
-            dv = dy if kept is None else before_again(dy, kept, how.of_sum)
+            dv = dy if kept is None else before_again(dy, kept, how.residual_activation)
             return *gradients_again(how, ctx.given, dv, x, vectors), dv if of_residual else None, None
-        how = ctx.how._replace(needs=needed_of((*of_layer, of_residual)))
         drop_given(ctx)
         dy = dy.resolve_neg()
         *found, dv = _gradients(in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors, kept)
@@ -328,8 +321,8 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        needs = needed_of((needs_x, needs_weight, *_FOUR))
-        how = ctx.how._replace(needs=needs, norm=False, group=None, of_sum=None)  # only `_Norm` syncs
+        needs = needed_of((needs_x, needs_weight, *_NO_OTHERS))
+        how = ctx.how._replace(needs=needs, norm=False, group=None, residual_activation=None)  # only `_Norm` syncs
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         drop_given(ctx)
@@ -363,17 +356,16 @@ class _Norm(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        through, *vectors, of_residual, _ = ctx.needs_input_grad
-        how = ctx.how._replace(linear=False)
+        through, *others, _ = ctx.needs_input_grad
+        of_residual = others[-1]
+        how = ctx.how._replace(needs=needed_of((through, False, *others)), linear=False)
         deviations, of_features, kept = ctx.saved_tensors
         if goes_again(dy):
-            how = how._replace(needs=needed_of((through, False, *vectors)))
             linear, _ = ctx.next_functions[0]  # if any node keeps x, this one does
             x = None if linear is None else linear.saved_tensors[0]
-            dv = dy if kept is None else before_again(dy, kept, how.of_sum)
+            dv = dy if kept is None else before_again(dy, kept, how.residual_activation)
             dg, _, *found = gradients_again(how, ctx.given, dv, x, of_features)
             return dg, *found, dv if of_residual else None, None
-        how = how._replace(needs=needed_of((through, False, *vectors, of_residual)))
         drop_given(ctx)
         dy = dy.resolve_neg()
         *found, dv = _before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features, kept)
@@ -405,7 +397,7 @@ def _apply_of(node: Any) -> Any:
     return super(Function, node).apply
 
 
-_FOUR = (False,) * 4
+_NO_OTHERS = (False,) * 5
 
 
 def _forward(

@@ -109,7 +109,7 @@ class _LinearCall(Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         x, weight, bias, deviations = ctx.saved_tensors
-        needs = needed_of((*ctx.needs_input_grad[:3], False, False, False))
+        needs = needed_of((*ctx.needs_input_grad[:3], *[False] * 4))
         if goes_again(dy):
             if torch.is_grad_enabled() and not ctx.connected:
                 raise RuntimeError(

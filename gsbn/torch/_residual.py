@@ -43,12 +43,12 @@ def added(u: Any, residual: Any, activation: Any) -> Any:
     return u
 
 
-def may_join(x: Any, residual: Any, activation: Any, dtype: Any) -> bool:
-    """Return whether the call that makes u from a matrix x may take the residual; `dtype` is u's.
+def joins_call(x: Any, residual: Any, activation: Any, dtype: Any) -> bool:
+    """Return whether the call that makes u from a matrix x takes the residual. `dtype` is autocast's, or None.
 
     Autograd must need nothing but y for the activation's gradient.
     """
-    if not x.is_cuda or residual.dtype is not dtype or is_compiling() or is_watched():
+    if not x.is_cuda or residual.dtype is not (dtype or x.dtype) or is_compiling() or is_watched():
         return False
     return (activation is None or follows_from_y(activation)) and is_memory(torch, residual)
 

@@ -8,9 +8,9 @@
 #include "sm90/limbs_rs.cuh"
 #include "sm90/split_k.cuh"
 #include "sm90/operand.cuh"
-#include "sm90/storage.cuh"
+#include "sm90/epilogue_store.cuh"
 
-struct Consumer : Storage {
+struct Consumer : EpilogueStore {
     int phase = 0, s = 0, nth = 0;            // phase of the next stage; the next stage; number of the tile
     int to_release = stages_used() - STAGES;  // stages that are still to be released
     int within = 0;                           // the first of the thread's two features, in the tile

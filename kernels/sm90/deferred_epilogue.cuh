@@ -95,11 +95,11 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int piece, int backoff) co
         for (int i = 0; i < BATCH; ++i, to += step, deviations_at += deviations_step) {
             uint4 of_y, of_deviations;
             apply_epilogue(d[i], coef, of_y, of_deviations);
-            if constexpr (RESIDUAL) {
-                const uint4& of = d[BATCH * RESIDUAL + i];
-                of_y = make_uint4(add_residual(of_y.x, of.x), add_residual(of_y.y, of.y), add_residual(of_y.z, of.z),
-                                  add_residual(of_y.w, of.w));
-            }
+#if RESIDUAL
+            const uint4& of = d[BATCH + i];
+            of_y = make_uint4(add_residual(of_y.x, of.x), add_residual(of_y.y, of.y), add_residual(of_y.z, of.z),
+                              add_residual(of_y.w, of.w));
+#endif
             if (i < to_write) {
                 *reinterpret_cast<uint4*>(to) = of_y;
                 if constexpr (SAVE_DEVIATIONS) *reinterpret_cast<uint4*>(deviations_at) = of_deviations;

@@ -83,7 +83,7 @@ def test_the_one_launch_takes_it_where_it_can(
     program = _plan.plan_forward(p, **options, activation=activation, residual=residual, out=True)
     assert_steps_fit(program, NAMES, known("sm_90a", ("relu", "silu")), largest_grid(p.device))
     plain = _plan.plan_forward(p, **options, out=True)
-    if not program.adds:  # and then nothing activates either
+    if not program.adds_residual:  # and then nothing activates either
         assert program == plain
         return
     size, launch = ITEMSIZE[p.dtype], program.launch("forward_sm90")
@@ -103,7 +103,7 @@ def test_the_one_launch_takes_it_where_it_can(
 def test_a_backward_fits(data: st.DataObject, p: Matmul, training: bool, needs: set[str]) -> None:
     """One launch makes the gradient of the residual, which takes the place of dy: that of the sums where it can."""
     kept = data.draw(matrices(p.m, p.n))
-    asked = Asked(training=training and p.m > 1, needs=tuple(needs), kept=kept, of_sum="relu")
+    asked = Asked(training=training and p.m > 1, needs=tuple(needs), kept=kept, residual_activation="relu")
     program = plan_backward(p, asked)
     assert_steps_fit(program, NAMES, known("sm_90a", ("relu", "silu")), largest_grid(p.device))
     makers = [of for of in program.launches() if "dv" in of.passed]
@@ -162,13 +162,11 @@ def test_calls_launch_what_was_planned(dtype: str, layout: str, activation: Any)
         assert saved.kept is (None if activation is None else y) or (activation == "silu" and saved.kept.pointer == u)
         log.clear()
         gradients = gsbn.backward(dy, saved)
-        of_residual = gradients.residual.pointer
+        of_residual, (first, *others) = gradients.residual.pointer, log
         if activation is None:  # a copy, and a backward of dy itself
-            first, *others = log
             assert first.name == "activate_backward" and first.words == (dy.pointer, dy.pointer, of_residual)
             assert all(of_residual not in launch.words for launch in others)
         else:
-            first, *others = log
             file = "activate" if first.name == "activate_backward" else first.name
             words = dict(zip(parameters(Kernel(first.name, file, first.defines))[1], first.words, strict=True))
             assert first.name == "activate_backward" or ("RESIDUAL", "1") in first.defines

@@ -1,8 +1,8 @@
-// What a consumer warpgroup does to store y and the deviations: it stages them in shared memory, and adds the residual.
+// How a consumer warpgroup stores y and the deviations: staged in shared memory, and with the residual added on the way.
 #pragma once
 #include "sm90/cta.cuh"
 
-struct Storage : Cta {
+struct EpilogueStore : Cta {
     const int half, warp, lane, rank;            // half: which consumer warpgroup this is
     const bool storer = warp == 0 && lane == 0;  // the thread that issues the warpgroup's TMA stores
 #if RESIDUAL
