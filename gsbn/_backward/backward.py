@@ -189,7 +189,7 @@ class How(NamedTuple):
 def run(
     kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None, limits: _plan.Limits = ANY
 ) -> tuple[list[Any], list[Any]]:
-    """Compute on the GPU, from the arrays named ARGUMENTS. Returns the gradients, in the order of `Gradients`, and all
+    """Compute on the GPU, from the arrays named ARGUMENTS. Returns the gradients, in the order of NEEDS, and all
     arrays that the call made.
 
     With `saved` the arrays are the caller's; otherwise autograd kept them. A call of one half of the backward gets None

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn import Gradients
 from gsbn._arrays.kinds import kind_of as library_of
 from gsbn._backward import How, run
+from gsbn.reference import NEEDS
 from tests.support.harness import DTYPES, assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ cupy = pytest.importorskip("cupy")
 
 
 def whole(saved: gsbn.Saved) -> How:
-    return How.of(saved, Gradients._fields)
+    return How.of(saved, NEEDS)
 
 
 def integers(shape: tuple[int, int], dtype: str) -> Any:
@@ -47,12 +47,12 @@ def test_give_the_bits_of_the_whole_backward(
         return_saved=True,
     )  # fmt: skip
     expected, kind = gsbn.backward(dy, saved), library_of(x)
-    norm, made = run(kind, (dy, None, None, *saved[2:4]), whole(saved)._replace(linear=False))
+    norm, made = run(kind, (dy, None, None, *saved[2:4], None), whole(saved)._replace(linear=False))
     dg = made[-1][:, :features]
-    linear, _ = run(kind, (dg, x, weight, None, None), whole(saved)._replace(norm=False))
+    linear, _ = run(kind, (dg, x, weight, None, None, None), whole(saved)._replace(norm=False))
     found = {}
     for stage in (norm, linear):
-        found |= {name: a for name, a in zip(Gradients._fields, stage, strict=True) if a is not None}
+        found |= {name: a for name, a in zip(NEEDS, stage, strict=True) if a is not None}
     assert found.keys() == {name for name, gradient in expected._asdict().items() if gradient is not None}
     for name, gradient in found.items():
         assert_same_bits(cupy.asnumpy(gradient), cupy.asnumpy(getattr(expected, name)))
@@ -66,8 +66,9 @@ def test_in_place_gives_the_same(shape: tuple[int, int, int], dtype: str) -> Non
     dy = integers((rows, features), dtype)
     _, saved = gsbn.forward(x, weight, training=True, activation="relu", return_saved=True)
     expected = gsbn.backward(dy, saved)
-    found, _ = run(library_of(x), (dy, *saved[:4]), whole(saved)._replace(in_place=True))
-    for gradient, wanted in zip(found, expected, strict=True):
+    found, _ = run(library_of(x), (dy, *saved[:4], None), whole(saved)._replace(in_place=True))
+    for name, gradient in zip(NEEDS, found, strict=True):
+        wanted = getattr(expected, name)
         assert (gradient is None) == (wanted is None)
         if gradient is not None:
             assert_same_bits(cupy.asnumpy(gradient), cupy.asnumpy(wanted))
@@ -89,7 +90,7 @@ def test_products_of_small_integers_are_exact(shape: tuple[int, int, int], dtype
     how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x", "weight"), norm=False)
     dx = cupy.asnumpy(dg).astype(np.float64) @ cupy.asnumpy(weight).astype(np.float64)
     dweight = cupy.asnumpy(dg).astype(np.float64).T @ cupy.asnumpy(x).astype(np.float64)
-    found, _ = run(library_of(x), (dg, x, weight, None, None), how._replace(wide=dtype != "float32"))
+    found, _ = run(library_of(x), (dg, x, weight, None, None, None), how._replace(wide=dtype != "float32"))
     got = [cupy.asnumpy(gradient) for gradient in found[:2]]
     assert got[1].dtype == np.float32
     np.testing.assert_array_equal(got[1], dweight)

@@ -297,7 +297,7 @@ def _product_of(cupy: Any, name: str, dg: Any, x: Any, weight: Any, limits: Limi
     given[...] = dg
     how = How(True, "highest", gemm, (None,) * 4, None, None, None, (name,), norm=False)
     with poisoned_allocations(kind_of("cupy")):
-        found, _ = run(library_of(dg), (given, x, weight, None, None), how, limits=limits)
+        found, _ = run(library_of(dg), (given, x, weight, None, None, None), how, limits=limits)
     return found[NAMES.index(name)]
 
 
