@@ -238,6 +238,64 @@ __device__ __forceinline__ D settle(G v, G slope, G offset) {
     return d;
 }
 
+// settle for many v of one feature, in three instructions each. T is the 16-bit type, A the activation. `from` is the least
+// v on the upper side of the jump of slope v + offset. `above` is T's least number on that side, and `below` is the
+// number of T before it.
+template <typename A, typename T>
+struct Jump {
+    float from, above, below;
+
+    Jump() = default;
+    __device__ __forceinline__ explicit Jump(float from) : from(from) { place(T()); }
+
+    __device__ __forceinline__ float settle(float v) const {
+        float up, down;  // fmaxf and fminf would lose NaN
+        asm("max.NaN.f32 %0, %1, %2;" : "=f"(up) : "f"(v), "f"(above));
+        asm("min.NaN.f32 %0, %1, %2;" : "=f"(down) : "f"(v), "f"(below));
+        return v >= from ? up : down;
+    }
+
+    // `from` of a feature, or -inf if no v jumps. A guess by division is off by a few units; bisection finds it.
+    static __device__ __forceinline__ float least(float slope, float offset) {
+        const float guess = (VANISHES<T> - offset) / slope;
+        if (!A::JUMPS || !(fabsf(guess) < MOST)) return -2.0f * MOST;
+        const auto is_upper = [&](int i) { return A::side(fmaf(slope, in_order(i), offset)) != (slope < 0.0f); };
+        int before = order_of(guess) - 4, here = before + 8;
+        if (is_upper(before) || !is_upper(here)) before = order_of(-MOST), here = order_of(MOST);
+        while (unsigned(here) - unsigned(before) != 1) {
+            const int middle = before + int((unsigned(here) - unsigned(before)) / 2);
+            (is_upper(middle) ? here : before) = middle;
+        }
+        return in_order(here);
+    }
+
+private:
+    static constexpr float MOST = 0x1.fffffep127f;
+
+    // Integers in the order of the floats. Subnormal floats are left out: kernels are compiled without them.
+    static constexpr int SUBNORMAL = 0x7FFFFF;
+    static __device__ __forceinline__ int order_of(float v) {
+        const int magnitude = max((__float_as_int(v) & 0x7FFFFFFF) - SUBNORMAL, 0);
+        return v < 0.0f ? -magnitude : magnitude;
+    }
+    static __device__ __forceinline__ float in_order(int i) {
+        const float magnitude = __int_as_float(i ? abs(i) + SUBNORMAL : 0);
+        return i < 0 ? -magnitude : magnitude;
+    }
+
+    __device__ __forceinline__ void place(__half) {
+        above = __half2float(__float2half_ru(from));
+        below = __half2float(__float2half_rd(in_order(order_of(from) - 1)));
+    }
+    // The upper half of a float is a bfloat16.
+    __device__ __forceinline__ void place(__nv_bfloat16) {
+        const int bits = __float_as_int(from), magnitude = bits & 0x7FFFFFFF;
+        const int up = ((bits < 0 ? -magnitude : magnitude) + 0xFFFF) & ~0xFFFF, down = up - 0x10000;
+        above = __int_as_float(up < 0 ? int(0x80000000) | -up : up);
+        below = __int_as_float(down < 0 ? int(0x80000000) | -down : down);
+    }
+};
+
 // Whether deviations of this type are saved in units, of which each feature has its own (SAVED_UNIT).
 template <typename A>
 constexpr bool in_units = false;

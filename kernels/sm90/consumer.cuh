@@ -330,9 +330,14 @@ struct Consumer : EpilogueStore {
         of_both(own.to_deviation, to_deviation);
 #pragma unroll
         for (int i = 0; i < ACC; ++i) d[i] = line(to_deviation[Accumulator::row_half(i)], d[i]);
-        of_both(own.to_y, to_y);
+        JumpOfU jump[2];
+        if constexpr (SETTLES) {
+            const float other = __shfl_xor_sync(~0u, own.jump.from, 1);
+            jump[0] = JumpOfU(h ? other : own.jump.from), jump[1] = JumpOfU(h ? own.jump.from : other);
+        }
         store<false>(*for_backward.map, d, row, block,
-                     [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
+                     [&](int of, float low, float high) { return pack_deviations(low, high, jump[of], jump[of]); });
+        of_both(own.to_y, to_y);
 #else
         of_both(own.to_y, to_y);
 #endif

@@ -15,7 +15,8 @@ struct Shared {                       // starts on 1024 bytes, because swizzled 
     // a variant uses one of these three
     union {
         float2 constants[2][MODE == MODE_INFERENCE ? BLOCK_N : 1];  // a and c of this run and of the next (Run)
-        float beta[LOADS_BETA ? BLOCK_N : 1];                       // of the CTA's last tile
+        // of the CTA's last tile; in MODE_RECOMPUTE the features' jumps replace it (Jump::from)
+        float beta[LOADS_BETA ? BLOCK_N : 1];
         Arguments arguments[MODE == MODE_INFERENCE || LOADS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
     };
     u64 full[STAGES], empty[STAGES], agreed, arguments_ready;

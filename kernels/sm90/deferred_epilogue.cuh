@@ -47,6 +47,7 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[VEC_Y], int row, int 
         };
 #if SAVE_DEVIATIONS
         coef[e].to_deviation = given(made[e % EACH].to_deviation);
+        if constexpr (SETTLES) coef[e].jump = JumpOfU(__shfl_sync(~0u, made[e % EACH].jump.from, from));
 #endif
         coef[e].to_y = given(made[e % EACH].to_y);
     }

@@ -89,18 +89,18 @@ __device__ __forceinline__ u32 add_residual(u32 u, u32 residual) {
 
 __device__ __forceinline__ float line(float2 xy, float v) { return fmaf(xy.x, v, xy.y); }
 
-// Rounds two deviations for the backward, as settle does, where y = f(line(to_y, d)).
-__device__ __forceinline__ u32 pack_deviations(float low, float high, float2 low_to_y, float2 high_to_y) {
-    u32 word = pack(low, high);
-    if constexpr (OfU::JUMPS) {
-        const float2 deviations = unpack(word);
-        const auto crosses = [](float2 to_y, float d, float saved) {
-            return OfU::side(line(to_y, saved)) != OfU::side(line(to_y, d));
-        };
-        if (crosses(low_to_y, low, deviations.x)) word += fabsf(deviations.x) < fabsf(low) ? 1u : ~0u;
-        if (crosses(high_to_y, high, deviations.y)) word += fabsf(deviations.y) < fabsf(high) ? 0x10000u : 0xFFFF0000u;
-    }
-    return word;
+// Whether saved deviations are settled. In float32 nothing is rounded.
+constexpr bool SETTLES = SAVE_DEVIATIONS && !FLOAT32 && OfU::JUMPS;
+#if ELEMENT == ELEMENT_FLOAT16
+using JumpOfU = Jump<OfU, __half>;
+#else
+using JumpOfU = Jump<OfU, __nv_bfloat16>;
+#endif
+
+// Rounds two deviations for the backward.
+__device__ __forceinline__ u32 pack_deviations(float low, float high, const JumpOfU& of_low, const JumpOfU& of_high) {
+    if constexpr (SETTLES) return pack(of_low.settle(low), of_high.settle(high));
+    return pack(low, high);
 }
 
 // The epilogue of a deferred deviation d of a feature: y = f(line(to_y, d)). With SAVE_DEVIATIONS, line(to_deviation,
@@ -108,6 +108,7 @@ __device__ __forceinline__ u32 pack_deviations(float low, float high, float2 low
 struct Epilogue {
 #if SAVE_DEVIATIONS
     float2 to_deviation;
+    JumpOfU jump;
 #endif
     float2 to_y;
 };
@@ -116,7 +117,10 @@ struct Epilogue {
 // by `shift`; at the latter, y = f(offset).
 __device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, float a, float unit, float offset) {
 #if SAVE_DEVIATIONS
-    return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, offset)};
+    const float2 to_y = make_float2(a * unit, offset);
+    JumpOfU jump;
+    if constexpr (SETTLES) jump = JumpOfU(JumpOfU::least(to_y.x, to_y.y));
+    return {make_float2(unit_of / unit, shift / unit), jump, to_y};
 #else
     return {make_float2(a * unit_of, fmaf(a, shift, offset))};
 #endif
@@ -146,7 +150,7 @@ __device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&
             float2 d = unpack(word[i]);
 #if SAVE_DEVIATIONS
             d = make_float2(line(even.to_deviation, d.x), line(odd.to_deviation, d.y));
-            deviation[i] = pack_deviations(d.x, d.y, even.to_y, odd.to_y);
+            deviation[i] = pack_deviations(d.x, d.y, even.jump, odd.jump);
 #endif
             word[i] = pack(OfU::of(line(even.to_y, d.x)), OfU::of(line(odd.to_y, d.y)));
         }

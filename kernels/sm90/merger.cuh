@@ -89,7 +89,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             if (running)
                 of_b = f.bias.fetch(feature), of_rm = f.running_mean.fetch(feature),
                 of_rv = f.running_var.fetch(feature);
-            // wait first for this CTA, then for one word of all parts, then for all words
+            // wait for this CTA; then, beside a mainloop, for one word of all parts; then for all words
             float mean, m2;
             u64 launch = 0;
             if constexpr (MODE == MODE_CLUSTER_BATCH) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             } else {
                 wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
                 launch = load_volatile(&sh.launch);
-                await(words + size_t(parts.count - 1) * BLOCK_N, launch, backoff);
+                if (backoff != SHORT_BACKOFF) await(words + size_t(parts.count - 1) * BLOCK_N, launch, backoff);
                 const Published published = {words + min(c, BLOCK_N - 1), launch};
                 merge_feature(published, parts, member, lanes, mean, m2);
             }

@@ -21,32 +21,46 @@ struct Recomputer : Consumer {
         mbar_wait(&sh.arguments_ready, 0);
         if (speaks) {
             const Merged all = await_merged(merged, features, size_t(block) * BLOCK_N + mine, launch);
-            sh.centred[mine] = {all.centre, 1.0f / all.unit, all.a * all.unit, all.offset_or(sh.beta[mine])};
+            const float slope = all.a * all.unit, offset = all.offset_or(sh.beta[mine]);
+            sh.centred[mine] = {all.centre, 1.0f / all.unit, slope, offset};
+            if constexpr (SETTLES) sh.beta[mine] = JumpOfU::least(slope, offset);
         }
         __syncwarp();
     }
 
     // Stores y and, with SAVE_DEVIATIONS, the deviations; d is g - removed.
     __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&removed)[2], int row, int block) {
-        float2 to_y[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const Centred u = sh.centred[within + 8 * h];
-            const float shift = removed[h] - u.centre;
-            to_y[h] = make_float2(u.slope, u.offset);
+            const float per_unit = SAVE_DEVIATIONS && IN_UNITS ? u.per_unit : 1.0f;  // a power of two
+            const float2 to_deviation = make_float2(per_unit, (removed[h] - u.centre) * per_unit);
 #pragma unroll
             for (int j = 0; j < ACC / 4; ++j)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& v = d[Accumulator::at(j, h, e)];
-                    v = SAVE_DEVIATIONS && IN_UNITS ? (v + shift) * u.per_unit : v + shift;
+                    v = line(to_deviation, v);
                 }
         }
-        if constexpr (SAVE_DEVIATIONS)
+        if constexpr (SAVE_DEVIATIONS) {
+            JumpOfU jump[2];
+            if constexpr (SETTLES)
+                for (int h = 0; h < 2; ++h) jump[h] = JumpOfU(sh.beta[within + 8 * h]);
             store<false>(*for_backward.map, d, row, block,
-                         [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
+                         [&](int of, float low, float high) { return pack_deviations(low, high, jump[of], jump[of]); });
+        }
 #pragma unroll
-        for (int i = 0; i < ACC; ++i) d[i] = OfU::of(line(to_y[Accumulator::row_half(i)], d[i]));
+        for (int h = 0; h < 2; ++h) {  // read only now: there are no registers to hold them
+            const Centred u = sh.centred[within + 8 * h];
+#pragma unroll
+            for (int j = 0; j < ACC / 4; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& v = d[Accumulator::at(j, h, e)];
+                    v = OfU::of(line(make_float2(u.slope, u.offset), v));
+                }
+        }
         store_y(d, row, block, RESIDUAL);
     }
 

@@ -47,9 +47,14 @@ __device__ __forceinline__ Merged merged_of(float mean, float var, float a, floa
 // `merged` is [TWO_WORDS ? 2 : 1][features]. The first row holds (centre, a). There is a second row, (unit, offset), if
 // units may differ from 1 or the offset from beta.
 __device__ __forceinline__ Merged await_merged(const Word* merged, size_t features, size_t feature, u64 launch) {
-    const float2 all = await(merged + feature, launch);
-    if constexpr (!TWO_WORDS) return {all.x, all.y, 1.0f, 0.0f};
-    const float2 more = await(merged + features + feature, launch);
+    if constexpr (!TWO_WORDS) {
+        const float2 all = await(merged + feature, launch);
+        return {all.x, all.y, 1.0f, 0.0f};
+    }
+    Word all, more;  // both in flight at once
+    while (all = peek(merged + feature), more = peek(merged + features + feature),
+           all.launch != launch || more.launch != launch)
+        __nanosleep(SHORT_BACKOFF);
     return {all.x, all.y, more.x, more.y};
 }
 

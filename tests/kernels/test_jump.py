@@ -1,0 +1,74 @@
+"""Jump of kernels/common/activation.cuh gives what settle gives, from thresholds that it finds once for a feature."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gsbn._cuda.kernels import KERNEL_DIR
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+CODE = r"""
+#include "common/activation.cuh"
+using T = TYPE;
+extern "C" __global__ void compare(const float* slope, const float* offset, const float* v, int each, T* rounded,
+                                   T* settled, T* by_jump) {
+    const int feature = blockIdx.x;
+    const Jump<Activation<T>, T> jump(Jump<Activation<T>, T>::least(slope[feature], offset[feature]));
+    for (int i = threadIdx.x; i < each; i += blockDim.x) {
+        const size_t at = size_t(feature) * each + i;
+        from_float(v[at], rounded[at]);
+        settled[at] = settle<T, T>(v[at], slope[feature], offset[feature]);
+        from_float(jump.settle(v[at]), by_jump[at]);
+    }
+}
+"""
+LEAST, MOST = 2.0**-126, {"__half": 65504.0, "__nv_bfloat16": 3.38e38}
+
+
+def features() -> tuple[np.ndarray, np.ndarray]:
+    """Slopes and offsets: ordinary ones, extreme ones, each slope with each offset."""
+    rng = np.random.default_rng(1)
+    numbers = np.abs(rng.standard_normal(24)).astype("f4")
+    extreme = np.array([0, 1, 2**-25, 2**-24, 3e-8, 1e-30, LEAST, 1e-6, 7e4, 1e30, 3e38, np.inf, np.nan], "f4")
+    each = np.concatenate([numbers, -numbers, extreme, -extreme])
+    slope, offset = np.meshgrid(each, each)
+    return slope.ravel(), offset.ravel()
+
+
+def deviations(slope: np.ndarray, offset: np.ndarray, dtype: str) -> np.ndarray:
+    """Numbers around each feature's jump, some units of float32 and of 16 bits away, and anywhere; none subnormal."""
+    rng = np.random.default_rng(2)
+    with np.errstate(all="ignore"):
+        jump = np.nan_to_num(-offset.astype("f8") / slope, nan=0, posinf=0, neginf=0)[:, None]
+        units = np.concatenate([np.arange(-40, 41) * unit for unit in (2.0**-24, 2.0**-13, 2.0**-10)])
+        near = np.concatenate([jump * (1 + units), jump + units, units * 2.0**-14 + 0 * jump], axis=1)
+        random = rng.standard_normal((len(slope), 64)) * 10.0 ** rng.integers(-9, 4, (len(slope), 64))
+        v = np.concatenate([near, random], axis=1).clip(-MOST[dtype], MOST[dtype]).astype("f4")
+    v[np.abs(v) < LEAST] = 0
+    v[:, :3] = np.nan, np.inf, -np.inf
+    return v
+
+
+@pytest.mark.parametrize("dtype", ["__half", "__nv_bfloat16"])
+@pytest.mark.parametrize("activation", [("Relu", 0.0), ("LeakyRelu", 0.01), ("LeakyRelu", -0.5), ("Elu", 1.0)])
+def test_a_jump_settles_like_settle(activation: tuple[str, float], dtype: str) -> None:
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    name, parameter = activation
+    options = ("-std=c++20", "-ftz=true", f"-I{KERNEL_DIR}", f"-I{find_nvidia_header_directory('cudart')}")
+    options += (f"-DACTIVATION={name}", f"-DACTIVATION_PARAMETER={parameter}", f"-DTYPE={dtype}")
+    slope, offset = features()
+    v = deviations(slope, offset, dtype)
+    made = [cupy.full(v.shape, 0x7BCD, "u2") for _ in range(3)]
+    kernel = cupy.RawKernel(CODE, "compare", options)
+    kernel((len(slope),), (128,), (*map(cupy.asarray, (slope, offset, v)), v.shape[1], *made))
+    rounded, settled, by_jump = (cupy.asnumpy(a).astype("i4") for a in made)
+    most = 0x7C00 if dtype == "__half" else 0x7F80
+    nan = ((settled & 0x7FFF) > most) & ((by_jump & 0x7FFF) > most)
+    zero = ((settled | by_jump) & 0x7FFF) == 0  # of either sign
+    wrong = np.argwhere((settled != by_jump) & ~nan & ~zero)[:9]
+    assert not len(wrong), [(slope[i], offset[i], v[i, j], hex(settled[i, j]), hex(by_jump[i, j])) for i, j in wrong]
+    assert (settled != rounded).mean() > 0.01
