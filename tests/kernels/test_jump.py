@@ -29,12 +29,12 @@ LEAST, MOST = 2.0**-126, {"__half": 65504.0, "__nv_bfloat16": 3.38e38}
 
 
 def features() -> tuple[np.ndarray, np.ndarray]:
-    """Slopes and offsets: ordinary ones, extreme ones, each slope with each offset."""
+    """Slopes and offsets: ordinary ones, extreme ones, each slope that is not infinite with each offset."""
     rng = np.random.default_rng(1)
     numbers = np.abs(rng.standard_normal(24)).astype("f4")
     extreme = np.array([0, 1, 2**-25, 2**-24, 3e-8, 1e-30, LEAST, 1e-6, 7e4, 1e30, 3e38, np.inf, np.nan], "f4")
     each = np.concatenate([numbers, -numbers, extreme, -extreme])
-    slope, offset = np.meshgrid(each, each)
+    slope, offset = np.meshgrid(each[~np.isinf(each)], each)
     return slope.ravel(), offset.ravel()
 
 
@@ -53,7 +53,7 @@ def deviations(slope: np.ndarray, offset: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["__half", "__nv_bfloat16"])
-@pytest.mark.parametrize("activation", [("Relu", 0.0), ("LeakyRelu", 0.01), ("LeakyRelu", -0.5), ("Elu", 1.0)])
+@pytest.mark.parametrize("activation", [("Relu", 0.0), ("LeakyRelu", 0.01), ("LeakyRelu", -0.5), ("Elu", 0.5)])
 def test_a_jump_settles_like_settle(activation: tuple[str, float], dtype: str) -> None:
     from cuda.pathfinder import find_nvidia_header_directory
 
