@@ -211,8 +211,8 @@ def convert(
         As in `gsbn.forward`, for all float32 layers: "high" allows TF32. PyTorch's own switches have no effect.
     trace : bool
         Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and activation one after another, if
-        ``torch.fx`` can trace it. Whatever this ``forward`` reads besides its inputs, its modules and `training` stays
-        as it is now.
+        ``torch.fx`` can trace it. A residual that is added before the activation becomes a part of the call. Whatever
+        this ``forward`` reads besides its inputs, its modules and `training` stays as it is now.
     linear : bool
         Also convert each ``nn.Linear`` that is not in such a row, for example the last one of a head. This changes only
         float32.

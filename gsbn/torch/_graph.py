@@ -40,11 +40,16 @@ class Calls(NamedTuple):
     linear: Any
     scale: Node | None
     norm: Node
+    add: Node | None  # the addition of a residual
     activation: Node | None
 
     @property
     def last(self) -> Node:
-        return self.norm if self.activation is None else self.activation
+        return self.activation or self.sum
+
+    @property
+    def sum(self) -> Node:
+        return self.add or self.norm
 
 
 def one_call(
@@ -76,9 +81,10 @@ def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -
 def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
     """Yield each batch norm of a graph with the calls around it.
 
-    `kind` returns "linear", "times", "norm" or "activation" for a node, or None. The `linear` of a row is None if the
-    batch norm does not follow a linear, if another node uses a result between them, or if another node may write the
-    operands of the linear.
+    `kind` returns "linear", "times", "norm", "add" or "activation" for a node, "pure" for another call of a module that
+    writes nothing of the row's, or None. The `linear` of a row is None if the batch norm does not follow a linear, if
+    another node uses a result between them, or if another node may write the operands of the linear. The nodes of a row
+    may move to where its `sum` stands.
     """
     for norm in graph.nodes:
         if kind(norm) == "norm":
@@ -89,8 +95,15 @@ def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
             steps = [linear, norm] if scale is None else [linear, scale, norm]
             if linear is None or kind(linear) != "linear" or not _stand_together(steps, kind):
                 linear = scale = None
-            user = next(iter(norm.users)) if len(norm.users) == 1 else None
-            yield Calls(linear, scale, norm, user if user is not None and kind(user) == "activation" else None)
+            add = _only_user(norm, "add", kind)
+            if add is not None and (linear is None or not _stand_together([*steps, add], kind)):
+                add = None
+            yield Calls(linear, scale, norm, add, _only_user(add or norm, "activation", kind))
+
+
+def _only_user(node: Node, kind_of_user: str, kind: Callable[[Node], str | None]) -> Node | None:
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    return user if user is not None and kind(user) == kind_of_user else None
 
 
 def _stand_together(steps: list[Any], kind: Callable[[Node], str | None]) -> bool:
@@ -98,7 +111,7 @@ def _stand_together(steps: list[Any], kind: Callable[[Node], str | None]) -> boo
     node, last = steps[0], steps[-1]
     while node is not last:
         harmless = node in steps or node.op == "get_attr" or node.target in ("item", "size", one_call, *_PURE)
-        if not (harmless or _is_count(node) or kind(node) in ("linear", "norm")):
+        if not (harmless or _is_count(node) or kind(node) in ("linear", "norm", "pure")):
             return False
         node = node.next
     return all(len(node.users) == 1 for node in steps[:-1])
@@ -106,7 +119,7 @@ def _stand_together(steps: list[Any], kind: Callable[[Node], str | None]) -> boo
 
 def replace_calls(graph: Graph, row: Calls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Replace the nodes of a row by a call of the function."""
-    with graph.inserting_before(row.norm):
+    with graph.inserting_before(row.sum):
         y = graph.call_function(function, arguments)
     y.meta = dict(row.last.meta)
     row.last.replace_all_uses_with(y)

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._arrays.admit import is_memory
 from .._typing import Activation, Gemm, Precision
 from ._activations import MODULES, apply, of_module
-from ._channels_first import beats_modules
+from ._channels_first import autocast_dtype, beats_modules
 from ._function import call, in_rows, is_transformed
 from ._ghosts import GhostBatchNorm1d
 from ._groups import name_of, world
@@ -97,8 +97,11 @@ class Row(NamedTuple):
     activation: Any  # a module, or an activation as gsbn takes it
 
 
-def run(row: Row, x: Any, precision: Precision) -> Any:
-    """Return the output of the modules in sequence, by one call of gsbn if possible, else by the modules themselves."""
+def run(row: Row, x: Any, precision: Precision, residual: Any = None, in_place: bool = False) -> Any:
+    """Return the output of the modules in sequence, by one call of gsbn if possible, else by the modules themselves.
+
+    If there is a residual, it is added before the activation; `in_place` tells by which operator.
+    """
     linear, scale, norm, after = row
     factor = scale._parameters.get("scale") if isinstance(scale, nn.Module) else scale
     replaced = scale is not None and factor is None  # pruning or a parametrization replaced the parameter
@@ -106,12 +109,23 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
         for step in row[:3]:
             if step is not None:
                 x = x * step if step is factor else step(x)
-        return x if after is None else after(x) if isinstance(after, nn.Module) else apply(x, after)
+        return _finish(x, residual, in_place, after)
+    if residual is not None and not _is_like_y(residual, x, linear):
+        return _finish(fused(x, linear, factor, norm, None, precision, "auto"), residual, in_place, after)
     activation: Activation | None = after
     if isinstance(after, nn.Module):
         activation = of_module(after) if is_plain(after, after.__class__) else None
-    y = fused(x, linear, factor, norm, activation, precision, "auto")
+    y = fused(x, linear, factor, norm, activation, precision, "auto", residual)
     return y if after is None or activation is not None else after(y)
+
+
+def _finish(u: Any, residual: Any, in_place: bool, after: Any) -> Any:
+    """Add the residual and apply the activation by PyTorch's own operators."""
+    if in_place:
+        u += residual  # keeps u's dtype
+    elif residual is not None:
+        u = u + residual
+    return u if after is None else after(u) if isinstance(after, nn.Module) else apply(u, after)
 
 
 def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
@@ -125,6 +139,14 @@ def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
     return (scale is factor or is_plain(scale, scale.__class__)) and (
         agree or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     )
+
+
+def _is_like_y(residual: Any, x: Any, linear: Any) -> bool:
+    """Return whether a residual has the shape, dtype and device of a row's output: adding it changes none of these."""
+    if residual.__class__ not in _TENSORS or residual.device != x.device or torch.is_autocast_enabled("cpu"):
+        return False
+    shape = x.shape[0], linear._parameters["weight"].shape[0], *x.shape[2:]
+    return residual.shape == shape and residual.dtype is (autocast_dtype(x) or x.dtype)
 
 
 def is_plain(module: Any, type_: Any) -> bool:

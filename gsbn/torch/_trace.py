@@ -21,6 +21,9 @@ from ._graph import Calls, functional_kind, other_operand, replace_calls, rows
 from ._modules import FOLLOWERS, NORMS, Row, around, hindrance, run, title
 
 _DEVICES = ("cuda", "cpu")
+_ADD = operator.add, torch.add, "add"
+_ADD_IN_PLACE = operator.iadd, "add_"
+_SEQUENTIAL = nn.Sequential.__module__, f"{__package__}._convert"  # they define the forward of an nn.Sequential
 # Tells whether hooks replace what autograd saves, as in torch.utils.checkpoint; torch has no public API for this.
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 _NOT_ALONE = "its input is not the output of an nn.Linear that nothing else uses"
@@ -186,9 +189,12 @@ def _context_of(*, grad: bool, autocast: bool) -> Iterator[None]:
             torch.set_autocast_enabled(name, enabled)
 
 
-def run_modules(x: Any, linear: Any, scale: Any, norm: Any, activation: Any, precision: Precision) -> Any:
+def run_modules(
+    x: Any, linear: Any, scale: Any, norm: Any, activation: Any, precision: Precision, residual: Any = None,
+    in_place: bool = False,
+) -> Any:  # fmt: skip
     """Run a row of modules; the changed forward calls this function. Each call decides as in an nn.Sequential."""
-    return run(Row(linear, scale, norm, activation), x, precision)
+    return run(Row(linear, scale, norm, activation), x, precision, residual, in_place)
 
 
 def _replace(
@@ -198,17 +204,21 @@ def _replace(
 
     def kind(node: Node) -> str | None:
         if node.op != "call_module":
-            return functional_kind(node)
+            return "add" if _adds(node) else functional_kind(node)
         if len(node.args) != 1 or node.kwargs:
             return None
         child = module.get_submodule(node.target)
         if child.__class__ in scales:
             return "times"
+        if _is_pure(child):
+            return "pure"
         kinds = {**dict.fromkeys(FOLLOWERS, "linear"), **dict.fromkeys(NORMS, "norm")}
         return kinds.get(child.__class__, None if of_module(child) is None else "activation")
 
-    replaced, left = [], {}
+    replaced, left, added = [], {}, set[Node]()  # added: where two batch norms are added, the first takes the addition
     for calls in list(rows(graph, kind)):
+        if calls.add in added or not _may_add(module, calls):
+            calls = calls._replace(add=None, activation=None)
         found = _row(module, calls) if calls.linear is not None else _NOT_ALONE
         if not isinstance(found, str):
             found = around(found, len(found) - (1 if calls.activation is None else 2), scales)
@@ -219,15 +229,50 @@ def _replace(
             continue
         nodes = [node for node in calls if node is not None and node.op == "call_module"]
         replaced.append(tuple(str(node.target) for node in nodes))
+        if calls.add is not None:
+            added.add(calls.add)
         _substitute(graph, calls, precision)
     return replaced, left
+
+
+def _adds(node: Node) -> bool:
+    """Return whether a node adds the results of two other nodes."""
+    if node.target not in (*_ADD, *_ADD_IN_PLACE) or node.kwargs or len(node.args) != 2:
+        return False
+    return all(isinstance(each, Node) for each in node.args) and node.args[0] is not node.args[1]
+
+
+def _may_add(module: Any, calls: Calls) -> bool:
+    """Return whether a row may end in its addition, if it has one, and move to where the addition stands.
+
+    An addition in place must write the norm's output, and no other call between may use the norm: its running
+    statistics follow the order of the calls.
+    """
+    add, node = calls.add, calls.norm.next
+    if add is None:
+        return True
+    if add.target in _ADD_IN_PLACE and add.args[0] is not calls.norm:
+        return False
+    norm = module.get_submodule(calls.norm.target)
+    while node is not add:
+        if node.op == "call_module" and any(each is norm for each in module.get_submodule(node.target).modules()):
+            return False
+        node = node.next
+    return True
+
+
+def _is_pure(child: Any) -> bool:
+    """Return whether a module only calls layers and norms one after another, as a shortcut of a residual block does."""
+    if not isinstance(child, nn.Sequential) or child.__class__.forward.__module__ not in _SEQUENTIAL:
+        return False
+    return all(each.__class__ in (*FOLLOWERS, *NORMS, nn.Identity) for each in child)
 
 
 def _row(module: Any, calls: Calls) -> tuple[Any, ...] | str:
     """Return the modules of a row as if they stood in an nn.Sequential, or the reason why there is no row."""
     children = []
     for node in calls:
-        if node is None:
+        if node is None or node is calls.add:
             continue
         if node.op == "call_module":
             children.append(module.get_submodule(node.target))
@@ -242,15 +287,18 @@ def _row(module: Any, calls: Calls) -> tuple[Any, ...] | str:
 
 
 def _substitute(graph: Graph, calls: Calls, precision: Precision) -> None:
-    linear, scale, norm, activation = calls
+    linear, scale, norm, add, activation = calls
 
     def of(node: Node | None) -> Any:
         return graph.get_attr(node.target) if node is not None and node.op == "call_module" else None
 
-    with graph.inserting_before(norm):
+    with graph.inserting_before(calls.sum):
         factor = other_operand(calls) if scale is not None and scale.op != "call_module" else of(scale)
         after = of_call(activation) if activation is not None and activation.op != "call_module" else of(activation)
-        arguments = linear.args[0], of(linear), factor, of(norm), after, precision
+        arguments: tuple[Any, ...] = linear.args[0], of(linear), factor, of(norm), after, precision
+    if add is not None:
+        residual = next(other for other in add.args if other is not norm)
+        arguments = *arguments, residual, add.target in _ADD_IN_PLACE
     replace_calls(graph, calls, run_modules, arguments)
 
 
