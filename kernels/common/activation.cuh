@@ -238,8 +238,8 @@ __device__ __forceinline__ D settle(G v, G slope, G offset) {
     return d;
 }
 
-// settle for many v of one feature, in three instructions each. T is the 16-bit type, A the activation. `from` is the least
-// v on the upper side of the jump of slope v + offset. `above` is T's least number on that side, and `below` is the
+// The same for many v of one feature, in four instructions each. T is the 16-bit type, A the activation. `from` is the
+// least v on the upper side of the jump of slope v + offset, `above` is T's least number on that side, and `below` is the
 // number of T before it.
 template <typename A, typename T>
 struct Jump {
@@ -255,7 +255,7 @@ struct Jump {
         return v >= from ? up : down;
     }
 
-    // `from` of a feature, or -inf if no v jumps. A guess by division is off by a few units; bisection finds it.
+    // `from` of a feature, or -inf if no v jumps. Division gives it but for a few units, and bisection finds it.
     static __device__ __forceinline__ float least(float slope, float offset) {
         const float guess = (VANISHES<T> - offset) / slope;
         if (!A::JUMPS || !(fabsf(guess) < MOST)) return -2.0f * MOST;
