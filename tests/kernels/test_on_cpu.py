@@ -13,13 +13,14 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from gsbn import reference
-from gsbn._backward import backward_within, before_kept
+from gsbn._backward import How, backward_within, before_kept, run
 from gsbn._forward import add_and_activate, forward_within
 from gsbn._plan import Limits, declared
 from gsbn._plan.copies import matrix_copy
 from gsbn._plan.problem import Matrix, round_up
 from gsbn._plan.split_k import split_k_reduction
 from gsbn._plan.variants import THREADS
+from gsbn.reference import NEEDS
 from tests.support import on_cpu
 from tests.support.forwards import truth_and_bounds
 from tests.support.gradients import before_relu, draw_dy, gradient_bounds, step, truth_of
@@ -144,6 +145,26 @@ def test_a_step_with_a_residual(features: int, dtype: str, activation: str) -> N
             assert (a is None) == (b is None)
             if a is not None:
                 assert_same_bits(KIND.get(a), KIND.get(b))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_halves_of_a_backward(dtype: str) -> None:
+    """autograd may run the norm's half and the product's half apart; small integers make both exact."""
+    rng = np.random.default_rng(0)
+    shapes = (70, 24), (40, 24), (70, 40)
+    x, weight, dy = (KIND.put(rng.integers(-3, 4, shape).astype(DTYPES[dtype])) for shape in shapes)
+    options: dict[str, Any] = {"training": True, "activation": "relu", "gemm": "tiled", "return_saved": True}
+    _, saved = forward_within(ANY, x, weight, **options)
+    how, kind = How.of(saved, NEEDS), on_cpu.Kind()
+    of_norm, made = run(kind, (dy, None, None, *saved[2:4], None), how._replace(linear=False))
+    of_product, _ = run(kind, (made[-1][:, :40], x, weight, None, None, None), how._replace(norm=False))
+    wanted = backward_within(ANY, dy, saved)
+    for name, *halves in zip(NEEDS, of_norm, of_product, strict=True):
+        found = next((half for half in halves if half is not None), None)
+        assert (found is None) == (getattr(wanted, name) is None)
+        if found is not None:
+            assert_same_bits(KIND.get(found), KIND.get(getattr(wanted, name)))
 
 
 def launch(folder: Path, kernel: Any, grid: int, fields: dict[str, int], *arrays: Any) -> None:

@@ -70,6 +70,16 @@ inline __nv_bfloat16 __double2bfloat16(double v) { return __nv_bfloat16(rounded_
 inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
 inline __half __ushort_as_half(unsigned short v) { return std::bit_cast<__half>(v); }
+inline __half __float2half_ru(float v) {  // the least number from v on
+    const __half near(v);
+    const short bits = std::bit_cast<short>(near);
+    if (!(near.v < v)) return near;
+    return std::bit_cast<__half>(short(near.v == 0 ? 1 : bits < 0 ? bits - 1 : bits + 1));
+}
+inline __half __float2half_rd(float v) {
+    const __half up = __float2half_ru(-v);
+    return __half(-float(up.v));
+}
 inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short v) { return std::bit_cast<__nv_bfloat16>(v); }
 
 // ---- arithmetic

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from shutil import which
@@ -35,6 +35,8 @@ PTX = {
     "cvt.rn.f32.f64": "out = float(v);",
     "cvt.f64.f32": "out = v;",
     "mul.rn.f32": "c = a * b;",
+    "max.NaN.f32": "up = v < above ? above : v;",
+    "min.NaN.f32": "down = below < v ? below : v;",
     "st.global.v4.b32": "*reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&v);",
     "prefetch.global.L1": ";",
 }
@@ -100,17 +102,22 @@ class Kind(fake_gpu.Kind):
 @cache
 def compiled(kernel: Any, folder: Path) -> Any:
     """The launch of a kernel, as a function of a shared library."""
-    name = f"{kernel.name}_{abs(hash(kernel)):x}"
-    unit, library = folder / f"{name}.cpp", folder / f"{name}.so"
     call = 'extern "C" void run(unsigned grid, unsigned threads, const void* record, const unsigned long long* words)'
-    unit.write_text(f'#include "{kernel.file}.cu"\n{call} {{ launch({kernel.name}, grid, threads, record, words); }}\n')
+    code = f'#include "{kernel.file}.cu"\n{call} {{ launch({kernel.name}, grid, threads, record, words); }}\n'
+    return library_of(f"{kernel.name}_{abs(hash(kernel)):x}", code, kernel.defines, folder).run
+
+
+def library_of(name: str, code: str, macros: Iterable[tuple[str, str]], folder: Path) -> ctypes.CDLL:
+    """Compile code that includes the sources in a folder."""
+    unit, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    unit.write_text(code)
     # structs of one name differ between variants, so the libraries share no symbols
     options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"]
-    defines = [f"-D{a}={b}" for a, b in kernel.defines]
+    defines = [f"-D{a}={b}" for a, b in macros]
     files = ["-include", str(HEADER), f"-I{folder}", str(unit), "-o", str(library)]
     done = subprocess.run(["g++", "-shared", "-fPIC", *options, *defines, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library)).run
+    return ctypes.CDLL(str(library))
 
 
 @cache
