@@ -100,7 +100,7 @@ class Row(NamedTuple):
 def run(row: Row, x: Any, precision: Precision, residual: Any = None, in_place: bool = False) -> Any:
     """Return the output of the modules in sequence, by one call of gsbn if possible, else by the modules themselves.
 
-    If there is a residual, it is added before the activation; `in_place` tells by which operator.
+    If there is a residual, it is added before the activation; `in_place`: by +=, as the forward does.
     """
     linear, scale, norm, after = row
     factor = scale._parameters.get("scale") if isinstance(scale, nn.Module) else scale
