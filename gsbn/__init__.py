@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ._backward import backward
 from ._fold import fold
 from ._forward import describe, forward, linear
+from ._gradients import Gradients
 from ._host.call import Description
 from ._matmul import matmul
 from ._prepare import prepare
@@ -33,7 +34,6 @@ from ._ranks.group import Group, group
 from ._renorm import Renorm
 from ._saved import Saved
 from ._warm_up import warm_up
-from .reference import Gradients
 
 __all__ = [
     "Description",
@@ -54,7 +54,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-for _class in (Description, Group, Prepared, Renorm, Saved):
+for _class in (Description, Gradients, Group, Prepared, Renorm, Saved):
     _class.__module__ = __name__  # in pickles, too, so that the files may change
 del _class
 

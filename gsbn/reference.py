@@ -38,7 +38,7 @@ normalisation, ``h (B, O)`` the residual, 0 by default, ``f`` the activation, th
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -46,10 +46,11 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ._activations import activation_of
 from ._arrays.check import checked_activation
 from ._arrays.check import needs as checked_needs
+from ._gradients import NEEDS, Gradients
 from ._operands import affine_of, count_of, matrix_of, rows_of, statistics_of, vector_of
 from ._renorm import Renorm, correction_of
 from ._rounding import round_to
-from ._typing import A_co, Activation, NamedTuple
+from ._typing import Activation, NamedTuple
 from ._values import ghost_count, next_count, raised_count
 
 __all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]
@@ -211,54 +212,6 @@ def forward(
     new_mean = (1 - momentum) * old_mean + momentum * (s * (mean + b))
     new_var = (1 - momentum) * old_var + momentum * (s * s * var * rows / (rows - 1))
     return Forward(d, mean, var, new_mean, new_var, count)
-
-
-class _Gradients(NamedTuple, Generic[A_co]):
-    x: A_co | Any  # Any, not None: users need not check the gradients that they asked for
-    weight: A_co | Any
-    bias: A_co | Any
-    scale: A_co | Any
-    gamma: A_co | Any
-    beta: A_co | Any
-
-
-class Gradients(_Gradients[A_co]):
-    """The gradients of the forward: one new array per differentiable argument, None if not in `needs`.
-
-    Attributes
-    ----------
-    x : (B, I) array or None
-    weight : (O, I) array or None
-    bias, gamma, beta : (O,) array or None
-    scale : (O,) array or None
-        For a scale of one element that serves all features, an array of its shape.
-    residual : (B, O) array or None
-        An attribute, and not in the tuple: without a residual there are six gradients.
-    """
-
-    residual: A_co | Any = None
-
-    def __new__(
-        cls, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any = None
-    ) -> Gradients[A_co]:
-        made = super().__new__(cls, x, weight, bias, scale, gamma, beta)
-        made.residual = residual
-        return made
-
-    def __repr__(self) -> str:
-        shown = super().__repr__()
-        return shown if self.residual is None else f"{shown[:-1]}, residual={self.residual!r})"
-
-    def __reduce__(self) -> Any:
-        return Gradients, (*self, self.residual)
-
-    def _replace(self, **fields: Any) -> Gradients[A_co]:
-        made = super()._replace(**fields)
-        made.residual = self.residual
-        return made
-
-
-NEEDS = (*Gradients._fields, "residual")  # the names of all gradients
 
 
 @np.errstate(all="ignore")

@@ -11,6 +11,7 @@ from .. import _cpu, _plan
 from .._arrays import check
 from .._arrays.dynamo import outside_graphs
 from .._arrays.kinds import Kind
+from .._gradients import NEEDS, Gradients
 from .._host.call import matrix_of
 from .._host.run import ANY, Arrays, Checked, Operation, Views, call, views_of
 from .._host.run import run as run_on_gpu
@@ -22,7 +23,6 @@ from .._ranks.group import Group, gather
 from .._saved import Saved, check_versions
 from .._typing import A, AnyArray, Array
 from .._values import shown, sm_count, sms_within
-from ..reference import NEEDS, Gradients
 from .activate import before_activation
 
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors", "kept")

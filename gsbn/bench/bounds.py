@@ -73,7 +73,7 @@ from typing import Any
 
 import numpy as np
 
-from ..reference import Gradients
+from .._gradients import Gradients
 from . import activations
 from .case import Case
 from .libraries import as_dtype

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from .._arrays.kinds import NUMBERS
 from .._backward import How
+from .._gradients import Gradients
 from .._plan.problem import RENORM_ROWS, SAVED, SAVED_RATIO, SAVED_SHIFT
-from ..reference import Gradients
 from ._activations import apply
 
 # The rows of the saved vectors that are read in inference

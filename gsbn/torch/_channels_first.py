@@ -191,8 +191,8 @@ class _ChannelsFirst(Function):
                 operation, of_call = BACKWARD_CHANNELS_FIRST, (in_place(how, dy, deviations, ctx.at), length)
             checked, made = run(operation, kind_of_tensor(dy), (dy, x, weight, deviations, vectors, None), of_call)
             assert checked is not None
-            found = checked.returned(made)[:6]
+            found = checked.returned(made)
             if found[0] is not None:
                 found[0] = found[0].view(ctx.of_x)
-        dx, dweight, dbias, _, dgamma, dbeta = found
+        dx, dweight, dbias, _, dgamma, dbeta, *_ = found
         return dx, dweight, dbias, dgamma, dbeta, None, None

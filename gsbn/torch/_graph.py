@@ -45,10 +45,12 @@ class Calls(NamedTuple):
 
     @property
     def last(self) -> Node:
+        """The node whose result the row leaves."""
         return self.activation or self.sum
 
     @property
     def sum(self) -> Node:
+        """The node that computes what the activation takes: the call of gsbn stands there."""
         return self.add or self.norm
 
 
@@ -96,7 +98,7 @@ def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
             if linear is None or kind(linear) != "linear" or not _stand_together(steps, kind):
                 linear = scale = None
             add = _only_user(norm, "add", kind)
-            if add is not None and (linear is None or not _stand_together([*steps, add], kind)):
+            if add is not None and (linear is None or not _stand_together([norm, add], kind)):
                 add = None
             yield Calls(linear, scale, norm, add, _only_user(add or norm, "activation", kind))
 

@@ -14,10 +14,10 @@ from torch.compiler import is_compiling
 
 from .._backward import How, backward_of
 from .._forward import forward_of
+from .._gradients import Gradients
 from .._plan import Limits
 from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
-from ..reference import Gradients
 from ._again import Given, gradients_again
 from ._autograd import goes_again
 from ._groups import group_named

@@ -335,12 +335,9 @@ struct Consumer : EpilogueStore {
             const float other = __shfl_xor_sync(~0u, own.jump.from, 1);
             jump[0] = JumpOfU(h ? other : own.jump.from), jump[1] = JumpOfU(h ? own.jump.from : other);
         }
-        store<false>(*for_backward.map, d, row, block,
-                     [&](int of, float low, float high) { return pack_deviations(low, high, jump[of], jump[of]); });
-        of_both(own.to_y, to_y);
-#else
-        of_both(own.to_y, to_y);
+        store_deviations(d, jump, row, block);
 #endif
+        of_both(own.to_y, to_y);
 #pragma unroll
         for (int i = 0; i < ACC; ++i) d[i] = OfU::of(line(to_y[Accumulator::row_half(i)], d[i]));
     }

@@ -126,4 +126,11 @@ struct EpilogueStore : Cta {
             warpgroup_sync(half);
         }
     }
+
+    // Stores the deviations in d. A thread has the jumps of its two features, if deviations are settled.
+    __device__ __forceinline__ void store_deviations(const float (&d)[ACC], const JumpOfU (&jump)[2], int row,
+                                                     int block) const {
+        store<false>(*for_backward.map, d, row, block,
+                     [&](int h, float low, float high) { return pack_deviations(low, high, jump[h], jump[h]); });
+    }
 };

@@ -28,6 +28,18 @@ struct Recomputer : Consumer {
         __syncwarp();
     }
 
+    // Applies f to the elements of feature h.
+    template <typename F>
+    static __device__ __forceinline__ void apply(float (&d)[ACC], int h, const F& f) {
+#pragma unroll
+        for (int j = 0; j < ACC / 4; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& v = d[Accumulator::at(j, h, e)];
+                v = f(v);
+            }
+    }
+
     // Stores y and, with SAVE_DEVIATIONS, the deviations; d is g - removed.
     __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&removed)[2], int row, int block) {
 #pragma unroll
@@ -35,31 +47,18 @@ struct Recomputer : Consumer {
             const Centred u = sh.centred[within + 8 * h];
             const float per_unit = SAVE_DEVIATIONS && IN_UNITS ? u.per_unit : 1.0f;  // a power of two
             const float2 to_deviation = make_float2(per_unit, (removed[h] - u.centre) * per_unit);
-#pragma unroll
-            for (int j = 0; j < ACC / 4; ++j)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& v = d[Accumulator::at(j, h, e)];
-                    v = line(to_deviation, v);
-                }
+            apply(d, h, [&](float v) { return line(to_deviation, v); });
         }
         if constexpr (SAVE_DEVIATIONS) {
             JumpOfU jump[2];
             if constexpr (SETTLES)
                 for (int h = 0; h < 2; ++h) jump[h] = JumpOfU(sh.beta[within + 8 * h]);
-            store<false>(*for_backward.map, d, row, block,
-                         [&](int of, float low, float high) { return pack_deviations(low, high, jump[of], jump[of]); });
+            store_deviations(d, jump, row, block);
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {  // read only now: there are no registers to hold them
             const Centred u = sh.centred[within + 8 * h];
-#pragma unroll
-            for (int j = 0; j < ACC / 4; ++j)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& v = d[Accumulator::at(j, h, e)];
-                    v = OfU::of(line(make_float2(u.slope, u.offset), v));
-                }
+            apply(d, h, [&](float v) { return OfU::of(line(make_float2(u.slope, u.offset), v)); });
         }
         store_y(d, row, block, RESIDUAL);
     }

@@ -19,11 +19,11 @@ import gsbn
 from gsbn import Gradients, reference
 from gsbn._cuda import kernels
 from gsbn._forward import forward_within
+from gsbn._gradients import NEEDS
 from gsbn._host.run import _found
 from gsbn._plan import Limits
 from gsbn._plan.sources import Kernel
 from gsbn.bench.activations import before, of_before
-from gsbn.reference import NEEDS
 from tests.support.gradients import draw_dy, gradient_bounds, step, truth_of
 from tests.support.harness import (
     CPU_KINDS,

@@ -15,7 +15,7 @@ import numpy as np
 import gsbn
 from gsbn import _plan, reference
 from gsbn._cuda import kernels as _kernels
-from gsbn.reference import NEEDS
+from gsbn._gradients import NEEDS
 from tests.support.families import FAMILIES
 from tests.support.gradients import (
     NAMES,

@@ -10,7 +10,7 @@ import pytest
 import gsbn
 from gsbn._arrays.kinds import kind_of as library_of
 from gsbn._backward import How, run
-from gsbn.reference import NEEDS
+from gsbn._gradients import NEEDS
 from tests.support.harness import DTYPES, assert_same_bits
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gsbn._cuda.kernels import KERNEL_DIR
+from gsbn._plan.declared import KERNEL_DIR
 from tests.support import on_cpu
 
 CODE = r"""

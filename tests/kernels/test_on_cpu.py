@@ -15,12 +15,12 @@ from numpy.lib.stride_tricks import as_strided
 from gsbn import reference
 from gsbn._backward import How, backward_within, before_kept, run
 from gsbn._forward import add_and_activate, forward_within
+from gsbn._gradients import NEEDS
 from gsbn._plan import Limits, declared
 from gsbn._plan.copies import matrix_copy
 from gsbn._plan.problem import Matrix, round_up
 from gsbn._plan.split_k import split_k_reduction
 from gsbn._plan.variants import THREADS
-from gsbn.reference import NEEDS
 from tests.support import on_cpu
 from tests.support.forwards import truth_and_bounds
 from tests.support.gradients import before_relu, draw_dy, gradient_bounds, step, truth_of

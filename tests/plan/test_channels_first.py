@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gsbn._backward import BACKWARD_CHANNELS_FIRST, How
 from gsbn._forward.channels_first import FORWARD_CHANNELS_FIRST
 from gsbn._forward.operation import WHOLE_BATCH
+from gsbn._gradients import NEEDS
 from gsbn._host.run import call, run
 from gsbn._plan import (
     Device,
@@ -26,7 +27,6 @@ from gsbn._plan import (
 from gsbn._plan.problem import ITEMSIZE, VECTORS, ceil_div
 from gsbn._plan.program import Launch, Program
 from gsbn._plan.sm90_variants import CHANNELS_FIRST_TILES, SM90_BLOCK_N
-from gsbn.reference import NEEDS
 from tests.plan.fits import known, quotient
 from tests.plan.seen import assert_steps_fit
 from tests.support.fake_gpu import HOPPER, Array, gpu

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import gsbn
 from gsbn import _plan
 from gsbn._forward import forward_within
+from gsbn._gradients import NEEDS
 from gsbn._plan import ITEMSIZE, Limits, Matmul, Matrix, place_of_u, then_activate
 from gsbn._plan.activate import plan_activate_backward, plan_residual
 from gsbn._plan.backward import Asked, plan_backward
@@ -19,7 +20,6 @@ from gsbn._plan.declared import parameters
 from gsbn._plan.program import ABSENT, Array, Launch, Program
 from gsbn._plan.sources import Kernel
 from gsbn._plan.variants import activate, activate_backward
-from gsbn.reference import NEEDS
 from tests.plan.fits import ARGUMENTS, known, largest_grid, matrices, problems
 from tests.plan.seen import assert_steps_fit, plan
 from tests.support import fake_gpu

@@ -12,7 +12,7 @@ import gsbn
 PACKAGE = Path(gsbn.__file__).parent
 FLOORS = (  # lowest first; a package without named modules stands for all of them
     {"gsbn._operands", "gsbn._plan", "gsbn._rounding", "gsbn._timing", "gsbn._typing", "gsbn._values"},
-    {"gsbn._activations", "gsbn._arrays", "gsbn._cuda", "gsbn._prepared", "gsbn._renorm"},
+    {"gsbn._activations", "gsbn._arrays", "gsbn._cuda", "gsbn._gradients", "gsbn._prepared", "gsbn._renorm"},
     {"gsbn._ranks", "gsbn._warm_up", "gsbn.reference"},
     {"gsbn._cpu", "gsbn._host", "gsbn._saved"},
     {"gsbn._backward", "gsbn._fold", "gsbn._forward", "gsbn._matmul", "gsbn._prepare"},

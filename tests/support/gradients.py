@@ -45,9 +45,9 @@ from gsbn import Gradients, reference
 from gsbn._arrays.kinds import kind_of as library_of
 from gsbn._backward import How, backward_within, run
 from gsbn._forward import forward_within
+from gsbn._gradients import NEEDS
 from gsbn._plan import Limits
 from gsbn.bench.activations import of_before
-from gsbn.reference import NEEDS
 from tests.support.accuracy import SEEDS, family
 from tests.support.ghosts import gradient_bounds_of_runs
 from tests.support.harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
