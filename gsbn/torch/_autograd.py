@@ -21,7 +21,6 @@ keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", 
 is_watched: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
-_einsum: Any = getattr(torch._C._VariableFunctions, "einsum", torch.einsum)  # without a layer of Python
 _NAMES = ("x", "weight", *VECTOR_PARAMETERS, "residual")
 _NEEDED = {
     needed: tuple(name for name, need in zip(_NAMES, needed, strict=True) if need)
@@ -48,14 +47,6 @@ def drop_given(ctx: Any) -> None:
 def cast(array: Any, dtype: Any) -> Any:
     """Return the array in autocast's `dtype`. If `dtype` is None or the array is float64, return it as it is."""
     return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
-
-
-def shared_cast(weight: Any, dtype: Any) -> Any:
-    """Return `cast` of a weight. In an autocast region of a GPU all calls with this weight share one tensor."""
-    if dtype is None or not (weight.is_cuda and weight.is_leaf and weight.requires_grad):
-        return cast(weight, dtype)
-    # The einsum of one operand is a view of the cast, which autocast keeps for the region as for all its operators.
-    return cast(_einsum("...->...", (weight,)).detach(), dtype)
 
 
 def widens(dtype: Any, weight: Any) -> bool:

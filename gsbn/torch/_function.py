@@ -14,8 +14,7 @@ from torch.compiler import is_compiling
 
 from .._arrays.check import checked_activation
 from .._arrays.kinds import NUMBERS
-from .._backward import How, backward_of
-from .._backward import run as backward_run
+from .._backward import How
 from .._forward import forward_of
 from .._plan.dual_gemm import serves_dual_gemm
 from .._plan.skinny import serves_skinny_backward
@@ -31,17 +30,17 @@ from ._autograd import (
     in_place,
     is_watched,
     keeps_graph,
-    kind_of_tensor,
     needed_of,
     operands,
-    shared_cast,
     transforms,
     widens,
 )
 from ._channels_first import COPIES, IN_PLACE, autocast_dtype, channels_first, way_of
 from ._groups import group_of, name_of
+from ._halves import before_norm, gradient_of_weight, gradients, gradients_but_of_weight, products
 from ._operators import recorded
 from ._residual import added, before_again, check_residual, joins_call
+from ._shared import shared_weight
 from ._transpose import rows_of
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
@@ -281,7 +280,11 @@ class _Whole(Function):
         ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, more: Any
     ) -> Any:
         y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, residual, *more)
-        ctx.save_for_backward(*operands(saved, *ctx.needs_input_grad[:2]), saved.deviations, saved.vectors, saved.kept)
+        kept_x, kept_weight = operands(saved, *ctx.needs_input_grad[:2])
+        ctx.left, ctx.cast = more[-1], None
+        if ctx.left is not None:
+            ctx.cast, kept_weight = kept_weight, None
+        ctx.save_for_backward(kept_x, kept_weight, saved.deviations, saved.vectors, saved.kept)
         ctx.at = saved.deviations.data_ptr()
         ctx.given = Given.of((weight, bias, scale, gamma, beta), more[1][2], connected=saved.x is x)
         return y
@@ -296,8 +299,18 @@ class _Whole(Function):
             dv = dy if kept is None else before_again(dy, kept, how.residual_activation)
             return *gradients_again(how, ctx.given, dv, x, vectors), dv if of_residual else None, None
         drop_given(ctx)
-        dy = dy.resolve_neg()
-        *found, dv = _gradients(in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors, kept)
+        dy, how = dy.resolve_neg(), in_place(how, dy, deviations, ctx.at)
+        if ctx.left is not None:
+            weight = ctx.cast
+            if not keeps_graph():
+                ctx.cast = None
+        large = ctx.left is not None and weight is not None and weight.numel() >= _LARGE
+        if not large and (ctx.left is None or not ctx.left.shared):
+            *found, dv = gradients(how, dy, x, weight, deviations, vectors, kept)
+        else:
+            dx, dg, *found, dv = gradients_but_of_weight(how, dy, weight, deviations, vectors, kept)
+            del weight  # a cast: it is freed before dweight is made, which has twice as many bytes
+            found = dx, gradient_of_weight(how, ctx.left, dg, x), *found
         return *found, dy if of_residual and kept is None else dv, None
 
 
@@ -314,7 +327,7 @@ class _Linear(Function):
         x, weight = operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
         ctx.cast = weight if how.wide else None  # a cast weight that only gsbn holds
-        ctx.how, ctx.given = how, given
+        ctx.how, ctx.given, ctx.left = how, given, more[-1]
         between += (saved.deviations, saved.vectors, saved.kept, how, given)
         return y
 
@@ -328,15 +341,15 @@ class _Linear(Function):
         drop_given(ctx)
         dg = dg.resolve_neg()
         if not how.wide:
-            return *_products(how, dg, *ctx.saved_tensors), None, None, None
+            return *products(how, dg, *ctx.saved_tensors), None, None, None
         # Free the cast weight before making dweight, which has twice as many bytes.
         dx = dweight = None
         if needs_x:
-            dx, _ = _products(how._replace(needs=("x",)), dg, None, ctx.cast)
+            dx, _ = products(how._replace(needs=("x",)), dg, None, ctx.cast)
         if not keeps_graph():
             ctx.cast = None
         if needs_weight:
-            _, dweight = _products(how._replace(needs=("weight",)), dg, ctx.saved_tensors[0], None)
+            dweight = gradient_of_weight(how, ctx.left, dg, ctx.saved_tensors[0])
         return dx, dweight, None, None, None
 
 
@@ -368,7 +381,7 @@ class _Norm(Function):
             return dg, *found, dv if of_residual else None, None
         drop_given(ctx)
         dy = dy.resolve_neg()
-        *found, dv = _before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features, kept)
+        *found, dv = before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features, kept)
         return *found, dy if of_residual and kept is None else dv, None
 
 
@@ -376,7 +389,6 @@ def _apply(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any,
     residual: Any,
 ) -> Any:  # fmt: skip
-    more = state, options, dtype, shared_cast(weight, dtype)
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second node costs 40 us on
     # the host; a GPU processes some millions of elements in that time. One node serves if one launch makes dg and both
     # products, because dg is then never written. It also serves if one launch makes both products of few rows, because
@@ -384,6 +396,8 @@ def _apply(
     name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
     whole = options[0] and options[-1] == 1 and serves_skinny_backward(name, rows, *weight.shape)
     whole = whole or (weight.dtype.itemsize == 2 and serves_dual_gemm(name, rows))
+    weight, *of_weight = shared_weight(weight, dtype, None if whole or options[4] != "auto" else rows)
+    more = state, options, dtype, *of_weight
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, residual, more)
     between: list[Any] = []
@@ -398,36 +412,14 @@ def _apply_of(node: Any) -> Any:
 
 
 _NO_OTHERS = (False,) * 5
+_LARGE = 2**21  # elements of a cast weight that one node, too, frees early; the second call takes 15 us on the host
 
 
 def _forward(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, state: Any, options: Any,
-    dtype: Any, cast_weight: Any,
+    dtype: Any, cast_weight: Any, left: Any,
 ) -> tuple[Any, Saved, How]:  # fmt: skip
     """Return y, and what the backward needs."""
     arrays = cast(x, dtype), cast_weight, scale, bias, gamma, beta, *state, None, residual, None
     y, saved = forward_of(arrays, options)
     return y, saved, How.of(saved, (), wide=widens(dtype, weight))
-
-
-def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, kept: Any) -> Any:
-    """Return all gradients, that of the residual last."""
-    if not dy.is_cuda:  # where no residual is a part of the call
-        return *backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs), None
-    return backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors, kept), how)[0]
-
-
-def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any, kept: Any) -> Any:
-    """Return dg and the gradients of bias, scale, gamma, beta and the residual."""
-    (_, _, *others), made = backward_run(kind_of_tensor(dy), (dy, None, None, deviations, vectors, kept), how)
-    dg = None
-    if how.needs[:1] == ("x",):
-        dg = deviations if how.in_place and len(dy) else made[-1]
-        if dg.shape[1] != dy.shape[1]:
-            dg = dg[:, : dy.shape[1]]
-    return [dg, *others]
-
-
-def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
-    """Return dx and dweight."""
-    return backward_run(kind_of_tensor(dg), (dg, x, weight, None, None, None), how)[0][:2]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import gsbn.torch  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, linear_batch_norm  # noqa: E402
 from gsbn.torch import _function as function  # noqa: E402
+from gsbn.torch import _halves as halves  # noqa: E402
 from tests.torch.layers import OPTIONS, I, O, assert_same, batch, pair, step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
@@ -54,8 +55,8 @@ def test_a_scale_that_is_a_number(scale: float | None) -> None:
 
 def test_only_what_needs_a_gradient_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    backward_of = function.backward_of
-    monkeypatch.setattr(function, "backward_of", lambda *a: asked.append(a[2]) or backward_of(*a))
+    backward_of = halves.backward_of
+    monkeypatch.setattr(halves, "backward_of", lambda *a: asked.append(a[2]) or backward_of(*a))
     layer, _ = pair(bias=True, scale=True)
     layer.linear.weight.requires_grad_(False)
     layer.norm.bias.requires_grad_(False)
@@ -198,33 +199,6 @@ def test_autocast(device: str) -> None:
     wanted = LinearBatchNorm1d(I, O, scale=True, bias=True, device=device)
     wanted.linear.to(torch.bfloat16).load_state_dict(layer.linear.state_dict())
     assert y.equal(wanted(x.bfloat16()))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("features", [64, 4096])  # one node, and two
-def test_calls_of_an_autocast_region_share_the_cast_weight(features: int) -> None:
-    """As PyTorch's own Linear does. Without autocast's cache each call casts; a new region casts the new weight."""
-    layer = LinearBatchNorm1d(features, features, device="cuda")
-    weight = layer.linear.weight
-    views = [torch.randn(2048, features, device="cuda", requires_grad=True) for _ in range(2)]
-
-    def calls(**options: Any) -> tuple[list[Any], list[int]]:
-        with torch.autocast("cuda", torch.bfloat16, **options):
-            ys = [layer(x) for x in views]
-            of_linear = nn.functional.linear(views[0], weight)
-        nodes = [y.grad_fn if features == 64 else y.grad_fn.next_functions[0][0] for y in ys]
-        casts = [node.saved_tensors[1] if features == 64 else node.cast for node in nodes]
-        assert all(cast.equal(weight.bfloat16()) for cast in casts)
-        return ys, [*(cast.data_ptr() for cast in casts), of_linear.grad_fn._saved_mat2.data_ptr()]
-
-    ys, shared = calls()
-    alone = [torch.autograd.grad(y.float().square().sum(), weight, retain_graph=True)[0] for y in ys]
-    (both,) = torch.autograd.grad(sum(y.float().square().sum() for y in ys), weight)
-    assert both.equal(sum(alone)) and len(set(shared)) == 1
-    with torch.no_grad():
-        weight.mul_(0.5)
-    assert len(set(calls()[1])) == 1
-    assert len(set(calls(cache_enabled=False)[1])) == 3
 
 
 def test_autocast_leaves_float64() -> None:

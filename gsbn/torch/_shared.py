@@ -1,0 +1,91 @@
+"""Share a weight among the calls of an autocast region: they read one cast of it, and make one gradient.
+
+A model of two views, such as SimSiam, calls each layer twice in a forward. Autograd would add up two gradients of the
+weight in float32, and keep the first one until then. Instead, the backward of each call leaves dg and x, which are
+smaller. When all calls have left theirs, dweight is made as the sum of their products, Σ dgᵀ x: each GEMM after the
+first one adds to what is there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ._autograd import cast, kind_of_tensor, shaped, widens
+
+_NAME = "_gsbn_shared"  # the attribute of a cast weight
+_einsum: Any = getattr(torch._C._VariableFunctions, "einsum", torch.einsum)  # without a layer of Python
+_task: Any = getattr(torch._C, "_current_graph_task_id", None)  # the number of the backward that runs
+# Whether PyTorch multiplies 16-bit operands into float32
+_MULTIPLIES_WIDE = _task is not None and "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
+class Left:
+    """What the backwards of the calls with one weight have left for its gradient, if there are several calls."""
+
+    def __init__(self) -> None:
+        self.shared = False  # whether there are several calls
+        self._pairs: dict[int, list[tuple[Any, Any]]] = {}  # by the number of the backward
+
+    def share(self, weight: Any) -> None:
+        """Let autograd call `gradient` for the gradient of this weight."""
+        if not self.shared:
+            self.shared = True
+            weight.register_hook(self.gradient)
+
+    def leave(self, dg: Any, x: Any) -> Any:
+        """Keep dg and x until `gradient`, and return what a node returns as the gradient of the weight.
+
+        This is zeros, without memory of their own, for the first node of a backward, because autograd calls `gradient`
+        only if a node gives it something. It is None for other nodes.
+        """
+        task = _task()
+        if task in self._pairs:
+            self._pairs[task].append((dg, x))
+            return None
+        self._pairs[task] = [(dg, x)]
+        # A backward that does not need the weight's gradient never calls `gradient`.
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._pairs.pop, task, None))
+        return x.new_zeros((), dtype=torch.float32).expand(dg.shape[1], x.shape[1])
+
+    def gradient(self, others: Any) -> Any:
+        """Return the gradient of the weight. `others` is the sum of what nodes have returned for it."""
+        pairs = self._pairs.pop(_task(), None)
+        if pairs is None:
+            return others
+        (dg, x), *more = pairs
+        total = torch.mm(dg.t(), x, out_dtype=torch.float32)
+        for dg, x in more:
+            torch.addmm(total, dg.t(), x, out_dtype=torch.float32, out=total)
+        return total if others.stride() == (0, 0) else others + total
+
+
+def shared_weight(weight: Any, dtype: Any, rows: int | None) -> tuple[Any, Any, Left | None]:
+    """Return three things for a call of so many rows: the weight that autograd sees, the cast, and a `Left` or None.
+
+    In an autocast region of a GPU all calls with this weight share the cast, as PyTorch's own operators do. A call has
+    no `Left`, and makes a gradient of its own, if `rows` is None, if dg and x are larger than the gradient, if PyTorch
+    cannot multiply them into float32, or if it runs on another stream than the first call.
+    """
+    if dtype is None or not (weight.is_cuda and weight.is_leaf and weight.requires_grad):
+        return weight, cast(weight, dtype), None
+    # The einsum of one operand is a view of the cast, which autocast keeps for the region as for all its operators.
+    view = _einsum("...->...", (weight,))
+    kept, found = view._base, cast(view.detach(), dtype)
+    (features, inputs), in_float32 = weight.shape, widens(dtype, weight) and _MULTIPLIES_WIDE
+    # dg and x have 2 bytes an element, dweight has 4
+    small = rows is not None and rows * (features + inputs) <= 2 * features * inputs
+    if kept is None or kept.dtype is not dtype or not (in_float32 and small):
+        return weight, found, None
+    stream, known = kind_of_tensor(weight).stream(weight.get_device()), getattr(kept, _NAME, None)
+    if known is None:
+        # Only these calls contribute to the gradient of this tensor.
+        known = shaped(weight, weight.shape), Left(), stream
+        setattr(kept, _NAME, known)
+    elif known[2] != stream:
+        return weight, found, None
+    else:
+        known[1].share(known[0])
+    return known[0], found, known[1]
