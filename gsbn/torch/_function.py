@@ -108,8 +108,9 @@ def linear_batch_norm(
     residual : tensor of y's shape, optional
         A tensor that is added before the activation: ``activation(batch_norm(linear(x)) + residual)``. If it has
         another dtype, such as float32 under autocast, y has the wider of the two dtypes, as in PyTorch. On a GPU, gsbn
-        adds a residual of y's dtype and applies the activation. Under ``torch.compile``, and for other dtypes and some
-        layouts of three and more dimensions, PyTorch's own operators do this.
+        adds a residual of y's dtype and applies the activation. PyTorch's own operators do this for other dtypes, for
+        some layouts of three and more dimensions, and under ``torch.compile`` in float32 and float64 and for
+        activations other than relu and leaky_relu.
 
     Returns
     -------
@@ -224,7 +225,8 @@ def call(
         wide = differentiate and x.is_cuda and is_compiling() and widens(dtype, weight)
         tensors = (cast(x, dtype), weight if wide else cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
-        options = number, *more, name, *_recorded_limits(renorm), groups
+        options = number, *more, name, *_recorded_limits(renorm), groups, residual
+        differentiate = differentiate or (residual is not None and residual.requires_grad and is_grad_enabled())
         return recorded(tensors, training, differentiate, wide, activation, *options)
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:

@@ -14,9 +14,11 @@ from torch.fx import Graph, Node
 from torch.nn import functional
 
 from .._arrays.check import DTYPES
+from .._plan.activations import follows_from_y
 from .._typing import Activation, Precision
 from ._activations import of_call
 from ._function import call
+from ._residual import adds_on_the_way
 
 _log = logging.getLogger("gsbn.torch")
 
@@ -28,6 +30,8 @@ _NORM = {
 }
 _TENSORS = ("bias", "weight", "running_mean", "running_var")  # tensors that may be absent
 _DEFAULTS = {**dict.fromkeys(_TENSORS), "training": False, "momentum": 0.1, "eps": 1e-5}
+_ADD = (operator.add, torch.add, "add")
+_ADD_IN_PLACE = (operator.iadd, "add_")
 _TIMES = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
 # Further calls that write nothing
 _PURE = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.getitem, torch.cat)
@@ -53,28 +57,44 @@ class Calls(NamedTuple):
         """The node that computes what the activation takes: the call of gsbn stands there."""
         return self.add or self.norm
 
+    @property
+    def residual(self) -> Any:
+        """The operand beside the norm's output in the addition."""
+        assert self.add is not None
+        return next(other for other in self.add.args if other is not self.norm)
+
+    def without_residual(self) -> Calls:
+        """Return the row without its addition, and so without what follows that."""
+        return self._replace(add=None, activation=None)
+
 
 def one_call(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float | None, gamma: Tensor | None,
     beta: Tensor | None, state: tuple[Tensor | None, ...], options: tuple[Any, ...], activation: Activation | None,
+    residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a row; the pass puts this function into a graph in place of the row.
 
     Each run decides like any other call how to compute it, and so does a compiler that traces this function.
     """
-    y: Tensor = call(x, weight, bias, scale, gamma, beta, state, options, activation)
+    y: Tensor = call(x, weight, bias, scale, gamma, beta, state, options, activation, residual=residual)
     return y
 
 
 def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -> int:
     """Put `one_call` in the place of rows in a graph that Dynamo captured, and return how many rows were replaced."""
     replaced = total = 0
+    added = set[Node]()
     for row in list(rows(graph, _kind)):
         total += 1
+        if row.add in added or not _may_add(row):
+            row = row.without_residual()
         on = _value(row.norm)
         if row.linear is not None and _computes_the_same(row) and (on.is_cuda or (cpu and on.is_cpu)):
             _substitute(graph, row, precision)
             replaced += 1
+            if row.add is not None:
+                added.add(row.add)
     if total:
         _log.info("replaced %d of %d calls of batch_norm", replaced, total)
     return replaced
@@ -99,6 +119,8 @@ def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
                 linear = scale = None
             add = _only_user(norm, "add", kind)
             if add is not None and (linear is None or not _stand_together([norm, add], kind)):
+                add = None
+            if add is not None and writes_its_first_operand(add) and add.args[0] is not norm:
                 add = None
             yield Calls(linear, scale, norm, add, _only_user(add or norm, "activation", kind))
 
@@ -145,7 +167,8 @@ def _substitute(graph: Graph, row: Calls, precision: Precision) -> None:
     vectors = linear["bias"], other_operand(row), norm["weight"], norm["bias"]
     activation = None if row.activation is None else of_call(row.activation)
     operands = linear["input"], linear["weight"]
-    replace_calls(graph, row, one_call, (*operands, *vectors, state, options, activation))
+    residual = () if row.add is None else (row.residual,)
+    replace_calls(graph, row, one_call, (*operands, *vectors, state, options, activation, *residual))
     if count is not None:
         graph.erase_node(count)
 
@@ -160,7 +183,9 @@ def _computes_the_same(row: Calls) -> bool:
     if None in running and not (norm["training"] and running == (None, None)):
         return False
     vectors = [_value(of) for of in (*running, norm["weight"], norm["bias"], linear["bias"]) if of is not None]
-    steps = [_value(node) for node in (row.linear, row.scale, row.norm, row.activation) if node is not None]
+    steps = [_value(node) for node in row if node is not None]
+    if row.add is not None:
+        steps.append(_value(row.residual))
     tensors = [*operands, *vectors, *steps]
     if not all(value.__class__ is FakeTensor and value.layout is torch.strided for value in tensors):
         return False  # not a tensor with plain memory, or a transform of torch.func wraps it
@@ -177,6 +202,39 @@ def _computes_the_same(row: Calls) -> bool:
     if row.scale is not None and not _is_factor(other_operand(row), y):
         return False
     return all(value.device == y.device for value in tensors)
+
+
+def _may_add(row: Calls) -> bool:
+    """Return whether a row may end in its addition, if it has one, and what follows it.
+
+    No call between may use the norm's statistics, which change in the order of the calls.
+    """
+    if row.add is None:
+        return True
+    value, other, norm = _value(row.norm), _value(row.residual), _arguments(row.norm)
+    if other.__class__ is not FakeTensor or other.layout is not torch.strided:
+        return False
+    if other.shape != value.shape or other.dtype is not value.dtype:
+        return False
+    if not (adds_on_the_way(value) and (row.activation is None or follows_from_y(of_call(row.activation)))):
+        return False
+    state, node = {norm[name] for name in ("running_mean", "running_var")} - {None}, row.norm.next
+    while node is not row.add:
+        if not state.isdisjoint(node.all_input_nodes):
+            return False
+        node = node.next
+    return True
+
+
+def adds(node: Node) -> bool:
+    """Return whether a node adds the results of two other nodes."""
+    if node.target not in (*_ADD, *_ADD_IN_PLACE) or node.kwargs or len(node.args) != 2:
+        return False
+    return all(isinstance(each, Node) for each in node.args) and node.args[0] is not node.args[1]
+
+
+def writes_its_first_operand(add: Node) -> bool:
+    return add.target in _ADD_IN_PLACE
 
 
 def _is_factor(factor: Any, y: Tensor) -> bool:
@@ -210,7 +268,7 @@ def _kind(node: Node) -> str | None:
         return None
     if node.target in _LINEAR or node.target in _NORM:
         return "linear" if node.target in _LINEAR else "norm"
-    return functional_kind(node)
+    return "add" if adds(node) else functional_kind(node)
 
 
 def functional_kind(node: Node) -> str | None:

@@ -18,6 +18,7 @@ from .._gradients import Gradients
 from .._plan import Limits
 from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
+from ._activations import before
 from ._again import Given, gradients_again
 from ._autograd import goes_again
 from ._groups import group_named
@@ -26,7 +27,7 @@ _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
     "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "
     "str precision, str gemm, str? activation, str? group=None, float[]? renorm=None, Tensor? limits=None, "
-    "float? parameter=None, int groups=1) -> "
+    "float? parameter=None, int groups=1, Tensor? residual=None) -> "
 )
 _STORES = Limits(remat=False)  # a recorded program must know the deviations' shape before the call
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
@@ -40,9 +41,9 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
-        activation, name, renorm, groups = _last(more)
+        activation, name, renorm, groups, adds = _last(more)
         group = group_named(x.device, name)
-        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None, None)
+        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, adds, None)
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
             made = forward_of(arrays, options, _STORES)
@@ -62,16 +63,16 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("gsbn", "DEF")
 
 
-def _last(more: Any) -> tuple[Any, Any, Any, int]:
-    """Return the activation, the group's name, `renorm` and `groups` from the arguments after `scale`.
+def _last(more: Any) -> tuple[Any, Any, Any, int, Any]:
+    """Return the activation, the group's name, `renorm`, `groups` and the residual from the arguments after `scale`.
 
     The arguments after the activation may be absent.
     """
-    name, group, numbers, limits, parameter, groups = (*more[10:], *[None] * 5)[:6]
+    name, group, numbers, limits, parameter, groups, residual = (*more[10:], *[None] * 6)[:7]
     if numbers is not None:
         r_max, d_max, warmup = numbers
         limits = Renorm(r_max, d_max, int(warmup))
-    return _with_number(name, parameter), group, limits, 1 if groups is None else groups
+    return _with_number(name, parameter), group, limits, 1 if groups is None else groups, residual
 
 
 def _with_number(name: Any, parameter: Any) -> Any:
@@ -91,7 +92,7 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
 
     def fake(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         (rows, _), features = x.shape, weight.shape[0]
-        _, _, renorm, groups = _last(more)
+        _, _, renorm, groups, _ = _last(more)
         constants = SAVED_ROWS if not training or renorm is None else RENORM_ROWS
         of_vectors: tuple[int, ...] = (constants, features)
         if rows == 0:
@@ -159,12 +160,15 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         tensors, (training, wide, *options) = arguments[:9], arguments[9:]
-        number, _, eps, precision, gemm, activation, group, *_, parameter, groups = options
+        number, _, eps, precision, gemm, activation, group, *_, parameter, groups, residual = options
         run = TRAIN if training else INFER_SAVED
         x, weight, bias, scale, gamma, beta = tensors[:6]
         weight = weight.to(x.dtype) if wide else weight
         y, deviations, vectors = run(x, weight, *tensors[2:], *options)
-        ctx.save_for_backward(x, weight, deviations, vectors)
+        ctx.through = None  # the activation after a residual: PyTorch's operators compute its gradient from y
+        if residual is not None and activation is not None:
+            ctx.through, activation, parameter = _with_number(activation, parameter), None, None
+        ctx.save_for_backward(x, weight, deviations, vectors, None if ctx.through is None else y)
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
         one = None if scale is None or scale.shape == (weight.shape[0],) else list(scale.shape)
         ctx.rest, ctx.last = (training, precision, gemm, activation, dtypes, one), (group, parameter, groups, wide)
@@ -175,13 +179,16 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        wanted = ctx.needs_input_grad
+        *wanted, of_residual = ctx.needs_input_grad
+        *saved, y = ctx.saved_tensors
+        dv = dy if ctx.through is None else before(ctx.through, dy, y)
+        nothing = [None] * (len(wanted) - len(Gradients._fields))
         if not is_compiling() and goes_again(dy):
-            return *_again(ctx, dy), *[None] * (len(wanted) - len(Gradients._fields))
+            return *_again(ctx, dv), *nothing, dv if of_residual else None
         needs = [name for name, needed in zip(Gradients._fields, wanted, strict=False) if needed]
-        found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs), *ctx.last))
+        found = iter(BACKWARD(dv, *saved, *ctx.rest, " ".join(needs), *ctx.last) if needs else ())
         gradients = [next(found) if name in needs else None for name in Gradients._fields]
-        return *gradients, *[None] * (len(wanted) - len(gradients))
+        return *gradients, *nothing, dv if of_residual else None
 
 
 def _again(ctx: Any, dy: Any) -> list[Any]:
@@ -191,7 +198,7 @@ def _again(ctx: Any, dy: Any) -> list[Any]:
     of_vectors: Any = tuple(None if dtype == "None" else dtype for dtype in dtypes.split())
     one = None if scale_shape is None else tuple(scale_shape)
     needs = tuple(name for name, need in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if need)
-    x, _, _, vectors = ctx.saved_tensors
+    x, _, _, vectors, _ = ctx.saved_tensors
     activation, group = _with_number(name, parameter), group_named(dy.device, of_group)
     how = How(training, precision, gemm, of_vectors, activation, one, group, needs, groups=groups)
     return gradients_again(how, ctx.given, dy, x, vectors)
@@ -203,12 +210,13 @@ def recorded(
     """Record a call, and return y.
 
     `tensors` are x, weight, bias, scale, gamma, beta and the statistics. `options` are the operator's arguments from
-    `number` on, without the activation and its parameter. `wide`: the weight is float32 while x has 16 bits. It is
+    `number` on, without the activation and its parameter. The gradient of an activation after a residual must follow
+    from y. `wide`: the weight is float32 while x has 16 bits. It is
     then cast, and its gradient is float32; this needs `differentiate`.
     """
     name, parameter = activation if isinstance(activation, tuple) else (activation, None)
-    *more, group, renorm, limits, groups = options
-    options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter), groups)
+    *more, group, renorm, limits, groups, residual = options
+    options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter), groups, residual)
     if differentiate:
         return _Recorded.apply(*tensors, training, wide, *options)
     return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)

@@ -17,12 +17,10 @@ from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
 
 from .._typing import Precision
 from ._activations import of_call, of_module
-from ._graph import Calls, functional_kind, other_operand, replace_calls, rows
+from ._graph import Calls, adds, functional_kind, other_operand, replace_calls, rows, writes_its_first_operand
 from ._modules import FOLLOWERS, NORMS, Row, around, hindrance, run, title
 
 _DEVICES = ("cuda", "cpu")
-_ADD = operator.add, torch.add, "add"
-_ADD_IN_PLACE = operator.iadd, "add_"
 _SEQUENTIAL = nn.Sequential.__module__, f"{__package__}._convert"  # they define the forward of an nn.Sequential
 # Tells whether hooks replace what autograd saves, as in torch.utils.checkpoint; torch has no public API for this.
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
@@ -204,7 +202,7 @@ def _replace(
 
     def kind(node: Node) -> str | None:
         if node.op != "call_module":
-            return "add" if _adds(node) else functional_kind(node)
+            return "add" if adds(node) else functional_kind(node)
         if len(node.args) != 1 or node.kwargs:
             return None
         child = module.get_submodule(node.target)
@@ -218,7 +216,7 @@ def _replace(
     replaced, left, added = [], {}, set[Node]()  # added: where two batch norms are added, the first takes the addition
     for calls in list(rows(graph, kind)):
         if calls.add in added or not _may_add(module, calls):
-            calls = calls._replace(add=None, activation=None)
+            calls = calls.without_residual()
         found = _row(module, calls) if calls.linear is not None else _NOT_ALONE
         if not isinstance(found, str):
             found = around(found, len(found) - (1 if calls.activation is None else 2), scales)
@@ -235,24 +233,14 @@ def _replace(
     return replaced, left
 
 
-def _adds(node: Node) -> bool:
-    """Return whether a node adds the results of two other nodes."""
-    if node.target not in (*_ADD, *_ADD_IN_PLACE) or node.kwargs or len(node.args) != 2:
-        return False
-    return all(isinstance(each, Node) for each in node.args) and node.args[0] is not node.args[1]
-
-
 def _may_add(module: Any, calls: Calls) -> bool:
     """Return whether a row may end in its addition, if it has one, and move to where the addition stands.
 
-    An addition in place must write the norm's output, and no other call between may use the norm: its running
-    statistics follow the order of the calls.
+    No other call between may use the norm: its running statistics follow the order of the calls.
     """
     add, node = calls.add, calls.norm.next
     if add is None:
         return True
-    if add.target in _ADD_IN_PLACE and add.args[0] is not calls.norm:
-        return False
     norm = module.get_submodule(calls.norm.target)
     while node is not add:
         if node.op == "call_module" and any(each is norm for each in module.get_submodule(node.target).modules()):
@@ -297,8 +285,7 @@ def _substitute(graph: Graph, calls: Calls, precision: Precision) -> None:
         after = of_call(activation) if activation is not None and activation.op != "call_module" else of(activation)
         arguments: tuple[Any, ...] = linear.args[0], of(linear), factor, of(norm), after, precision
     if add is not None:
-        residual = next(other for other in add.args if other is not norm)
-        arguments = *arguments, residual, add.target in _ADD_IN_PLACE
+        arguments = *arguments, calls.residual, writes_its_first_operand(add)
     replace_calls(graph, calls, run_modules, arguments)
 
 

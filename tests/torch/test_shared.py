@@ -192,8 +192,8 @@ def test_no_memory_holds_the_gradients_of_both_views(rows: int, features: int) -
         return torch.cuda.max_memory_allocated() - before
 
     peak(), peak(cache_enabled=False)  # the first calls allocate cuBLAS' workspace
-    of_weight = 4 * features * features
-    assert peak() <= peak(cache_enabled=False) - of_weight // 2
+    saved = 4 * features * features - 2 * 2 * rows * features  # a gradient, less dg and x of a view in 16 bits
+    assert peak() <= peak(cache_enabled=False) - saved + 4096
     assert not layer.linear.weight._backward_hooks
 
 
