@@ -21,11 +21,18 @@ keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", 
 is_watched: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
+# Tells whether hooks replace what autograd saves; torch has no public API for this.
+_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 _NAMES = ("x", "weight", *VECTOR_PARAMETERS, "residual")
 _NEEDED = {
     needed: tuple(name for name, need in zip(_NAMES, needed, strict=True) if need)
     for needed in product((False, True), repeat=len(_NAMES))
 }
+
+
+def saves_by_hooks() -> bool:
+    """Return whether hooks replace what autograd saves, as in torch.utils.checkpoint and save_on_cpu."""
+    return _hooks(True) is not None
 
 
 def goes_again(dy: Any) -> bool:

@@ -32,6 +32,7 @@ from ._autograd import (
     keeps_graph,
     needed_of,
     operands,
+    saves_by_hooks,
     transforms,
     widens,
 )
@@ -398,7 +399,8 @@ def _apply(
     name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
     whole = options[0] and options[-1] == 1 and serves_skinny_backward(name, rows, *weight.shape)
     whole = whole or (weight.dtype.itemsize == 2 and serves_dual_gemm(name, rows))
-    weight, *of_weight = shared_weight(weight, dtype, None if whole or options[4] != "auto" else rows)
+    alone = whole or options[4] != "auto" or saves_by_hooks()  # hooks shall see the cast weight that is kept, too
+    weight, *of_weight = shared_weight(weight, dtype, None if alone else rows)
     more = state, options, dtype, *of_weight
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, residual, more)

@@ -17,13 +17,12 @@ from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
 
 from .._typing import Precision
 from ._activations import of_call, of_module
+from ._autograd import saves_by_hooks
 from ._graph import Calls, adds, functional_kind, other_operand, replace_calls, rows, writes_its_first_operand
 from ._modules import FOLLOWERS, NORMS, Row, around, hindrance, run, title
 
 _DEVICES = ("cuda", "cpu")
 _SEQUENTIAL = nn.Sequential.__module__, f"{__package__}._convert"  # they define the forward of an nn.Sequential
-# Tells whether hooks replace what autograd saves, as in torch.utils.checkpoint; torch has no public API for this.
-_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 _NOT_ALONE = "its input is not the output of an nn.Linear that nothing else uses"
 
 
@@ -166,11 +165,7 @@ class _Tracer(Tracer):
 def _context() -> tuple[Any, ...]:
     """Return the modes that torch.fx does not trace: grad mode, inference mode, hooks on saved tensors and autocast."""
     devices = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in _DEVICES]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _saves_by_hooks(), *devices
-
-
-def _saves_by_hooks() -> bool:
-    return _hooks(True) is not None
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), saves_by_hooks(), *devices
 
 
 @contextmanager

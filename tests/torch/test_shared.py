@@ -103,6 +103,18 @@ def test_gradient_is_that_of_the_parameter_alone(several: Several) -> None:
     assert first.equal(kept)
 
 
+def test_calls_share_nothing_where_hooks_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint would not free the cast weight that a node keeps beside autograd's saved tensors."""
+    asked: list[Any] = []
+    share = _function.shared_weight
+    monkeypatch.setattr(_function, "shared_weight", lambda *a: asked.append(a[2]) or share(*a))
+    x, weight = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
+    linear_batch_norm(x, weight, training=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        linear_batch_norm(x, weight, training=True)
+    assert asked == [6, None]
+
+
 # ---- the calls, on a GPU
 
 ONE_NODE, TWO_NODES = (512, 1024), (1024, 4096)  # rows, and features in and out
