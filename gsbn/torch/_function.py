@@ -284,12 +284,12 @@ class _Whole(Function):
     ) -> Any:
         y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, residual, *more)
         kept_x, kept_weight = operands(saved, *ctx.needs_input_grad[:2])
-        ctx.left, ctx.cast = more[-1], None
-        if ctx.left is not None:
+        ctx.shared, ctx.cast = more[-1], None
+        if ctx.shared is not None:
             ctx.cast, kept_weight = kept_weight, None
         ctx.save_for_backward(kept_x, kept_weight, saved.deviations, saved.vectors, saved.kept)
         ctx.at = saved.deviations.data_ptr()
-        ctx.given = Given.of((weight, bias, scale, gamma, beta), more[1][2], connected=saved.x is x)
+        ctx.given = Given.of((more[3], bias, scale, gamma, beta), more[1][2], connected=saved.x is x)
         return y
 
     @staticmethod
@@ -303,17 +303,17 @@ class _Whole(Function):
             return *gradients_again(how, ctx.given, dv, x, vectors), dv if of_residual else None, None
         drop_given(ctx)
         dy, how = dy.resolve_neg(), in_place(how, dy, deviations, ctx.at)
-        if ctx.left is not None:
+        if ctx.shared is not None:
             weight = ctx.cast
             if not keeps_graph():
                 ctx.cast = None
-        large = ctx.left is not None and weight is not None and weight.numel() >= _LARGE
-        if not large and (ctx.left is None or not ctx.left.shared):
+        large = ctx.shared is not None and weight is not None and weight.numel() >= _LARGE
+        if not large and (ctx.shared is None or not ctx.shared.several):
             *found, dv = gradients(how, dy, x, weight, deviations, vectors, kept)
         else:
             dx, dg, *found, dv = gradients_but_of_weight(how, dy, weight, deviations, vectors, kept)
             del weight  # a cast: it is freed before dweight is made, which has twice as many bytes
-            found = dx, gradient_of_weight(how, ctx.left, dg, x), *found
+            found = dx, gradient_of_weight(how, ctx.shared, dg, x), *found
         return *found, dy if of_residual and kept is None else dv, None
 
 
@@ -326,11 +326,11 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
         y, saved, how = _forward(x, weight, *vectors, *more)
-        given = Given.of((weight, *vectors[:4]), more[1][2], connected=saved.x is x)
+        given = Given.of((more[3], *vectors[:4]), more[1][2], connected=saved.x is x)
         x, weight = operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
         ctx.cast = weight if how.wide else None  # a cast weight that only gsbn holds
-        ctx.how, ctx.given, ctx.left = how, given, more[-1]
+        ctx.how, ctx.given, ctx.shared = how, given, more[-1]
         between += (saved.deviations, saved.vectors, saved.kept, how, given)
         return y
 
@@ -352,7 +352,7 @@ class _Linear(Function):
         if not keeps_graph():
             ctx.cast = None
         if needs_weight:
-            dweight = gradient_of_weight(how, ctx.left, dg, ctx.saved_tensors[0])
+            dweight = gradient_of_weight(how, ctx.shared, dg, ctx.saved_tensors[0])
         return dx, dweight, None, None, None
 
 
@@ -400,8 +400,9 @@ def _apply(
     whole = options[0] and options[-1] == 1 and serves_skinny_backward(name, rows, *weight.shape)
     whole = whole or (weight.dtype.itemsize == 2 and serves_dual_gemm(name, rows))
     alone = whole or options[4] != "auto" or saves_by_hooks()  # hooks shall see the cast weight that is kept, too
+    given_weight = weight  # in-place changes of it are not counted by what takes its place
     weight, *of_weight = shared_weight(weight, dtype, None if alone else rows)
-    more = state, options, dtype, *of_weight
+    more = state, options, dtype, given_weight, *of_weight
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, residual, more)
     between: list[Any] = []
@@ -421,9 +422,9 @@ _LARGE = 2**21  # elements of a cast weight that one node, too, frees early; the
 
 def _forward(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, state: Any, options: Any,
-    dtype: Any, cast_weight: Any, left: Any,
+    dtype: Any, given_weight: Any, cast_weight: Any, shared: Any,
 ) -> tuple[Any, Saved, How]:  # fmt: skip
     """Return y, and what the backward needs."""
     arrays = cast(x, dtype), cast_weight, scale, bias, gamma, beta, *state, None, residual, None
     y, saved = forward_of(arrays, options)
-    return y, saved, How.of(saved, (), wide=widens(dtype, weight))
+    return y, saved, How.of(saved, (), wide=widens(dtype, given_weight))

@@ -18,7 +18,7 @@ from .._plan.activations import follows_from_y
 from .._typing import Activation, Precision
 from ._activations import of_call
 from ._function import call
-from ._residual import adds_on_the_way
+from ._residual import recorded_call_adds
 
 _log = logging.getLogger("gsbn.torch")
 
@@ -216,7 +216,7 @@ def _may_add(row: Calls) -> bool:
         return False
     if other.shape != value.shape or other.dtype is not value.dtype:
         return False
-    if not (adds_on_the_way(value) and (row.activation is None or follows_from_y(of_call(row.activation)))):
+    if not (recorded_call_adds(value) and (row.activation is None or follows_from_y(of_call(row.activation)))):
         return False
     state, node = {norm[name] for name in ("running_mean", "running_var")} - {None}, row.norm.next
     while node is not row.add:

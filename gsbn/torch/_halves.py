@@ -7,7 +7,7 @@ from typing import Any
 from .._backward import How, backward_of
 from .._backward import run as backward_run
 from ._autograd import kind_of_tensor
-from ._shared import Left
+from ._shared import SharedGradient
 
 
 def gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, kept: Any) -> Any:
@@ -29,10 +29,10 @@ def gradients_but_of_weight(how: How, dy: Any, weight: Any, deviations: Any, vec
     return dx, dg, *found
 
 
-def gradient_of_weight(how: How, left: Left | None, dg: Any, x: Any) -> Any:
+def gradient_of_weight(how: How, shared: SharedGradient | None, dg: Any, x: Any) -> Any:
     """Return what a node returns as the gradient of the weight: it, or what stands for it if several calls share it."""
-    if left is not None and left.shared:
-        return left.leave(dg, x)
+    if shared is not None and shared.several:
+        return shared.leave(dg, x)
     return products(_second(how, "weight"), dg, x, None)[1]
 
 

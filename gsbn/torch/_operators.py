@@ -210,9 +210,9 @@ def recorded(
     """Record a call, and return y.
 
     `tensors` are x, weight, bias, scale, gamma, beta and the statistics. `options` are the operator's arguments from
-    `number` on, without the activation and its parameter. The gradient of an activation after a residual must follow
-    from y. `wide`: the weight is float32 while x has 16 bits. It is
-    then cast, and its gradient is float32; this needs `differentiate`.
+    `number` on, without the activation and its parameter. With a residual the activation's gradient must follow from y.
+    `wide`: the weight is float32 while x has 16 bits. It is then cast, and its gradient is float32; this needs
+    `differentiate`.
     """
     name, parameter = activation if isinstance(activation, tuple) else (activation, None)
     *more, group, renorm, limits, groups, residual = options

@@ -51,14 +51,14 @@ def joins_call(x: Any, residual: Any, activation: Any, dtype: Any) -> bool:
     if residual.dtype is not (dtype or x.dtype) or not (activation is None or follows_from_y(activation)):
         return False
     if is_compiling() or is_watched():
-        return adds_on_the_way(x, dtype)
+        return recorded_call_adds(x, dtype)
     return x.is_cuda and is_memory(torch, residual)
 
 
-def adds_on_the_way(x: Any, dtype: Any = None) -> bool:
-    """Return whether a recorded call of gsbn takes a residual: where no launch of its own adds it, as a compiler may.
+def recorded_call_adds(x: Any, dtype: Any = None) -> bool:
+    """Return whether a recorded call takes a residual. In other dtypes a launch of its own would add it.
 
-    On a CPU this is for tests.
+    A compiler can do that as well. On a CPU this is for tests.
     """
     return (dtype or x.dtype).itemsize == 2 or not (x.is_cuda or is_autocast_enabled("cpu"))
 

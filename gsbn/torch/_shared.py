@@ -22,17 +22,17 @@ _task: Any = getattr(torch._C, "_current_graph_task_id", None)  # the number of 
 _MULTIPLIES_WIDE = _task is not None and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
-class Left:
-    """What the backwards of the calls with one weight have left for its gradient, if there are several calls."""
+class SharedGradient:
+    """The gradient of a weight, made of what the backwards of its calls have left, if there are several calls."""
 
     def __init__(self) -> None:
-        self.shared = False  # whether there are several calls
+        self.several = False  # whether there are several calls
         self._pairs: dict[int, list[tuple[Any, Any]]] = {}  # by the number of the backward
 
     def share(self, weight: Any) -> None:
         """Let autograd call `gradient` for the gradient of this weight."""
-        if not self.shared:
-            self.shared = True
+        if not self.several:
+            self.several = True
             weight.register_hook(self.gradient)
 
     def leave(self, dg: Any, x: Any) -> Any:
@@ -62,12 +62,12 @@ class Left:
         return total if others.stride() == (0, 0) else others + total
 
 
-def shared_weight(weight: Any, dtype: Any, rows: int | None) -> tuple[Any, Any, Left | None]:
-    """Return three things for a call of so many rows: the weight that autograd sees, the cast, and a `Left` or None.
+def shared_weight(weight: Any, dtype: Any, rows: int | None) -> tuple[Any, Any, SharedGradient | None]:
+    """Return the weight that autograd sees in a call of so many rows, its cast, and a `SharedGradient` or None.
 
-    In an autocast region of a GPU all calls with this weight share the cast, as PyTorch's own operators do. A call has
-    no `Left`, and makes a gradient of its own, if `rows` is None, if dg and x are larger than the gradient, if PyTorch
-    cannot multiply them into float32, or if it runs on another stream than the first call.
+    In an autocast region of a GPU all calls with this weight share the cast, as PyTorch's own operators do. A call
+    makes a gradient of its own if `rows` is None, if dg and x are larger than the gradient, if PyTorch cannot multiply
+    them into float32, or if it runs on another stream than the first call.
     """
     if dtype is None or not (weight.is_cuda and weight.is_leaf and weight.requires_grad):
         return weight, cast(weight, dtype), None
@@ -82,7 +82,7 @@ def shared_weight(weight: Any, dtype: Any, rows: int | None) -> tuple[Any, Any, 
     stream, known = kind_of_tensor(weight).stream(weight.get_device()), getattr(kept, _NAME, None)
     if known is None:
         # Only these calls contribute to the gradient of this tensor.
-        known = shaped(weight, weight.shape), Left(), stream
+        known = shaped(weight, weight.shape), SharedGradient(), stream
         setattr(kept, _NAME, known)
     elif known[2] != stream:
         return weight, found, None

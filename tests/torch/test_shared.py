@@ -12,7 +12,7 @@ from torch.autograd import Function  # noqa: E402
 
 from gsbn.torch import LinearBatchNorm1d, _function, linear_batch_norm  # noqa: E402
 from gsbn.torch._autograd import shaped  # noqa: E402
-from gsbn.torch._shared import Left  # noqa: E402
+from gsbn.torch._shared import SharedGradient  # noqa: E402
 
 # ---- what the calls leave, on any device
 
@@ -21,15 +21,15 @@ class Product(Function):
     """x wᵀ, whose backward leaves dg and x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, left: Any) -> Any:
+    def forward(ctx: Any, x: Any, weight: Any, shared: Any) -> Any:
         ctx.save_for_backward(x, weight.detach())
-        ctx.left = left
+        ctx.shared = shared
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         x, weight = ctx.saved_tensors
-        return dg @ weight, ctx.left.leave(dg, x), None
+        return dg @ weight, ctx.shared.leave(dg, x), None
 
 
 class Several:
@@ -40,12 +40,12 @@ class Several:
         monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a, b))
         monkeypatch.setattr(torch, "addmm", lambda c, a, b, out_dtype, out: addmm(c, a, b, out=out))
         self.weight = torch.randn(5, 4, requires_grad=True)
-        self.own, self.left = shaped(self.weight, self.weight.shape), Left()
-        self.left.share(self.own)
-        self.left.share(self.own)  # the third call
+        self.own, self.shared = shaped(self.weight, self.weight.shape), SharedGradient()
+        self.shared.share(self.own)
+        self.shared.share(self.own)  # the third call
         self.xs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
         self.dys = [torch.randn(3, 5) for _ in range(3)]
-        self.ys = [Product.apply(x, self.own, self.left) for x in self.xs]
+        self.ys = [Product.apply(x, self.own, self.shared) for x in self.xs]
 
     def expected(self, *calls: int) -> Any:
         return sum(self.dys[i].t() @ self.xs[i].detach() for i in calls)
@@ -64,12 +64,12 @@ def test_gradient_is_the_sum_over_the_calls_of_a_backward(several: Several) -> N
     for calls in ((0,), (2, 1), (0, 1, 2)):  # not all calls need be a part of a backward
         torch.testing.assert_close(several.gradient(*calls, retain_graph=True), several.expected(*calls))
     torch.testing.assert_close(several.gradient(0, 1, 2), several.expected(0, 1, 2))
-    assert not several.left._pairs
+    assert not several.shared._pairs
 
 
 def test_backward_without_the_gradient_leaves_nothing(several: Several) -> None:
     torch.autograd.grad(several.ys, several.xs, several.dys, retain_graph=True)
-    assert not several.left._pairs
+    assert not several.shared._pairs
     torch.testing.assert_close(several.gradient(1), several.expected(1))
 
 
@@ -113,6 +113,23 @@ def test_calls_share_nothing_where_hooks_save(monkeypatch: pytest.MonkeyPatch) -
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         linear_batch_norm(x, weight, training=True)
     assert asked == [6, None]
+
+
+def test_changes_of_the_weight_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batched gradients compute the call again from the weight, and not from an alias with a count of its own."""
+    share = _function.shared_weight
+    aliased = lambda weight, *a: (shaped(weight, weight.shape), *share(weight, *a)[1:])  # noqa: E731
+    monkeypatch.setattr(_function, "shared_weight", aliased)
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear_batch_norm(x, weight, training=True)
+    dys = torch.randn(3, *y.shape, dtype=y.dtype)
+    found = torch.autograd.grad(y, (x, weight), dys, is_grads_batched=True, retain_graph=True)
+    assert [each.shape for each in found] == [(3, 6, 4), (3, 5, 4)]
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation since the forward"):
+        torch.autograd.grad(y, (x, weight), dys, is_grads_batched=True)
 
 
 # ---- the calls, on a GPU
