@@ -27,7 +27,7 @@ class SharedGradient:
 
     def __init__(self) -> None:
         self.several = False  # whether there are several calls
-        self._pairs: dict[int, list[tuple[Any, Any]]] = {}  # by the number of the backward
+        self._sums: dict[int, _Sum] = {}  # by the number of the backward
 
     def share(self, weight: Any) -> None:
         """Let autograd call `gradient` for the gradient of this weight."""
@@ -42,24 +42,49 @@ class SharedGradient:
         only if a node gives it something. It is None for other nodes.
         """
         task = _task()
-        if task in self._pairs:
-            self._pairs[task].append((dg, x))
+        found = self._sums.get(task)
+        if found is not None:
+            found.add(dg, x)
             return None
-        self._pairs[task] = [(dg, x)]
+        self._sums[task] = _Sum(dg, x)
         # A backward that does not need the weight's gradient never calls `gradient`.
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._pairs.pop, task, None))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._sums.pop, task, None))
         return x.new_zeros((), dtype=torch.float32).expand(dg.shape[1], x.shape[1])
 
     def gradient(self, others: Any) -> Any:
         """Return the gradient of the weight. `others` is the sum of what nodes have returned for it."""
-        pairs = self._pairs.pop(_task(), None)
-        if pairs is None:
+        found = self._sums.pop(_task(), None)
+        if found is None:
             return others
-        (dg, x), *more = pairs
-        total = torch.mm(dg.t(), x, out_dtype=torch.float32)
-        for dg, x in more:
-            torch.addmm(total, dg.t(), x, out_dtype=torch.float32, out=total)
+        total = found.total()
         return total if others.stride() == (0, 0) else others + total
+
+
+class _Sum:
+    """The sum Σ dgᵀ x, whose operands are kept until they are larger than the sum, or until it is asked for."""
+
+    def __init__(self, dg: Any, x: Any) -> None:
+        self._pairs, self._rows, self._total = [(dg, x)], x.shape[0], None
+
+    def add(self, dg: Any, x: Any) -> None:
+        self._pairs.append((dg, x))
+        self._rows += x.shape[0]
+        if not _are_small(self._rows, dg.shape[1], x.shape[1]):
+            self.total()
+
+    def total(self) -> Any:
+        for dg, x in self._pairs:
+            if self._total is None:
+                self._total = torch.mm(dg.t(), x, out_dtype=torch.float32)
+            else:
+                torch.addmm(self._total, dg.t(), x, out_dtype=torch.float32, out=self._total)
+        self._pairs, self._rows = [], 0
+        return self._total
+
+
+def _are_small(rows: int, features: int, inputs: int) -> bool:
+    """Return whether dg and x of so many rows, with 2 bytes an element, are no larger than dweight, with 4."""
+    return rows * (features + inputs) <= 2 * features * inputs
 
 
 def shared_weight(weight: Any, dtype: Any, rows: int | None) -> tuple[Any, Any, SharedGradient | None]:
@@ -74,10 +99,8 @@ def shared_weight(weight: Any, dtype: Any, rows: int | None) -> tuple[Any, Any, 
     # The einsum of one operand is a view of the cast, which autocast keeps for the region as for all its operators.
     view = _einsum("...->...", (weight,))
     kept, found = view._base, cast(view.detach(), dtype)
-    (features, inputs), in_float32 = weight.shape, widens(dtype, weight) and _MULTIPLIES_WIDE
-    # dg and x have 2 bytes an element, dweight has 4
-    small = rows is not None and rows * (features + inputs) <= 2 * features * inputs
-    if kept is None or kept.dtype is not dtype or not (in_float32 and small):
+    in_float32 = widens(dtype, weight) and _MULTIPLIES_WIDE
+    if rows is None or kept is None or kept.dtype is not dtype or not in_float32 or not _are_small(rows, *weight.shape):
         return weight, found, None
     stream, known = kind_of_tensor(weight).stream(weight.get_device()), getattr(kept, _NAME, None)
     if known is None:

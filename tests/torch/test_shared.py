@@ -12,7 +12,7 @@ from torch.autograd import Function  # noqa: E402
 
 from gsbn.torch import LinearBatchNorm1d, _function, linear_batch_norm  # noqa: E402
 from gsbn.torch._autograd import shaped  # noqa: E402
-from gsbn.torch._shared import SharedGradient  # noqa: E402
+from gsbn.torch._shared import SharedGradient, _Sum  # noqa: E402
 
 # ---- what the calls leave, on any device
 
@@ -64,12 +64,21 @@ def test_gradient_is_the_sum_over_the_calls_of_a_backward(several: Several) -> N
     for calls in ((0,), (2, 1), (0, 1, 2)):  # not all calls need be a part of a backward
         torch.testing.assert_close(several.gradient(*calls, retain_graph=True), several.expected(*calls))
     torch.testing.assert_close(several.gradient(0, 1, 2), several.expected(0, 1, 2))
-    assert not several.shared._pairs
+    assert not several.shared._sums
+
+
+def test_no_more_is_kept_than_the_gradient_takes(several: Several, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dg and x of 5 and 4 columns are smaller than dweight up to 4 rows; the calls have 3."""
+    kept: list[int] = []
+    add = _Sum.add
+    monkeypatch.setattr(_Sum, "add", lambda s, *a: (add(s, *a), kept.append(len(s._pairs))))
+    torch.testing.assert_close(several.gradient(0, 1, 2), several.expected(0, 1, 2))
+    assert kept == [0, 1]
 
 
 def test_backward_without_the_gradient_leaves_nothing(several: Several) -> None:
     torch.autograd.grad(several.ys, several.xs, several.dys, retain_graph=True)
-    assert not several.shared._pairs
+    assert not several.shared._sums
     torch.testing.assert_close(several.gradient(1), several.expected(1))
 
 
