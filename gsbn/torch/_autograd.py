@@ -21,7 +21,7 @@ keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", 
 is_watched: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
-# Tells whether hooks replace what autograd saves; torch has no public API for this.
+# torch has no public API for the question of `saves_by_hooks`.
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 _NAMES = ("x", "weight", *VECTOR_PARAMETERS, "residual")
 _NEEDED = {

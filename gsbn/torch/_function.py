@@ -38,7 +38,7 @@ from ._autograd import (
 )
 from ._channels_first import COPIES, IN_PLACE, autocast_dtype, channels_first, way_of
 from ._groups import group_of, name_of
-from ._halves import before_norm, gradient_of_weight, gradients, gradients_but_of_weight, products
+from ._halves import before_norm, gradient_of_weight, gradients, gradients_but_of_weight, products, second_half
 from ._operators import recorded
 from ._residual import added, before_again, check_residual, joins_call
 from ._shared import shared_weight
@@ -282,14 +282,14 @@ class _Whole(Function):
     def forward(
         ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, more: Any
     ) -> Any:
-        y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, residual, *more)
+        *of_call, ctx.shared = more
+        y, saved, ctx.how, ctx.given = _forward(x, bias, scale, gamma, beta, residual, *of_call)
         kept_x, kept_weight = operands(saved, *ctx.needs_input_grad[:2])
-        ctx.shared, ctx.cast = more[-1], None
+        ctx.cast = None
         if ctx.shared is not None:
             ctx.cast, kept_weight = kept_weight, None
         ctx.save_for_backward(kept_x, kept_weight, saved.deviations, saved.vectors, saved.kept)
         ctx.at = saved.deviations.data_ptr()
-        ctx.given = Given.of((more[3], bias, scale, gamma, beta), more[1][2], connected=saved.x is x)
         return y
 
     @staticmethod
@@ -307,8 +307,8 @@ class _Whole(Function):
             weight = ctx.cast
             if not keeps_graph():
                 ctx.cast = None
-        large = ctx.shared is not None and weight is not None and weight.numel() >= _LARGE
-        if not large and (ctx.shared is None or not ctx.shared.several):
+        large = weight is not None and weight.numel() >= _LARGE
+        if ctx.shared is None or not (ctx.shared.several or large):
             *found, dv = gradients(how, dy, x, weight, deviations, vectors, kept)
         else:
             dx, dg, *found, dv = gradients_but_of_weight(how, dy, weight, deviations, vectors, kept)
@@ -325,20 +325,19 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
-        y, saved, how = _forward(x, weight, *vectors, *more)
-        given = Given.of((more[3], *vectors[:4]), more[1][2], connected=saved.x is x)
+        *of_call, ctx.shared = more
+        y, saved, how, given = _forward(x, *vectors, *of_call)
         x, weight = operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
         ctx.cast = weight if how.wide else None  # a cast weight that only gsbn holds
-        ctx.how, ctx.given, ctx.shared = how, given, more[-1]
+        ctx.how, ctx.given = how, given
         between += (saved.deviations, saved.vectors, saved.kept, how, given)
         return y
 
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        needs = needed_of((needs_x, needs_weight, *_NO_OTHERS))
-        how = ctx.how._replace(needs=needs, norm=False, group=None, residual_activation=None)  # only `_Norm` syncs
+        how = second_half(ctx.how, needed_of((needs_x, needs_weight, *_NO_OTHERS)))
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         drop_given(ctx)
@@ -400,9 +399,9 @@ def _apply(
     whole = options[0] and options[-1] == 1 and serves_skinny_backward(name, rows, *weight.shape)
     whole = whole or (weight.dtype.itemsize == 2 and serves_dual_gemm(name, rows))
     alone = whole or options[4] != "auto" or saves_by_hooks()  # hooks shall see the cast weight that is kept, too
-    given_weight = weight  # in-place changes of it are not counted by what takes its place
+    more = state, options, dtype, weight  # what may take the weight's place below does not count its changes in place
     weight, *of_weight = shared_weight(weight, dtype, None if alone else rows)
-    more = state, options, dtype, given_weight, *of_weight
+    more = *more, *of_weight
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, residual, more)
     between: list[Any] = []
@@ -417,14 +416,15 @@ def _apply_of(node: Any) -> Any:
 
 
 _NO_OTHERS = (False,) * 5
-_LARGE = 2**21  # elements of a cast weight that one node, too, frees early; the second call takes 15 us on the host
+_LARGE = 2**21  # elements of a cast weight that one node, too, frees early, at the cost of a second call of gsbn
 
 
 def _forward(
-    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, state: Any, options: Any,
-    dtype: Any, given_weight: Any, cast_weight: Any, shared: Any,
-) -> tuple[Any, Saved, How]:  # fmt: skip
-    """Return y, and what the backward needs."""
+    x: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, state: Any, options: Any, dtype: Any,
+    weight: Any, cast_weight: Any,
+) -> tuple[Any, Saved, How, Given]:  # fmt: skip
+    """Return y, and what the backward needs. `weight` is the one that was given."""
     arrays = cast(x, dtype), cast_weight, scale, bias, gamma, beta, *state, None, residual, None
     y, saved = forward_of(arrays, options)
-    return y, saved, How.of(saved, (), wide=widens(dtype, given_weight))
+    given = Given.of((weight, bias, scale, gamma, beta), options[2], connected=saved.x is x)
+    return y, saved, How.of(saved, (), wide=widens(dtype, weight)), given

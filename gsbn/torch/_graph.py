@@ -132,13 +132,18 @@ def _only_user(node: Node, kind_of_user: str, kind: Callable[[Node], str | None]
 
 def _stand_together(steps: list[Any], kind: Callable[[Node], str | None]) -> bool:
     """Return whether no other node uses the results of these steps before the last, or can write x, weight or bias."""
-    node, last = steps[0], steps[-1]
-    while node is not last:
+    for node in nodes_from(steps[0], steps[-1]):
         harmless = node in steps or node.op == "get_attr" or node.target in ("item", "size", one_call, *_PURE)
         if not (harmless or _is_count(node) or kind(node) in ("linear", "norm", "pure")):
             return False
-        node = node.next
     return all(len(node.users) == 1 for node in steps[:-1])
+
+
+def nodes_from(node: Node, last: Node) -> Iterator[Node]:
+    """Yield the nodes of a graph from `node` on that stand before `last`."""
+    while node is not last:
+        yield node
+        node = node.next
 
 
 def replace_calls(graph: Graph, row: Calls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -184,8 +189,6 @@ def _computes_the_same(row: Calls) -> bool:
         return False
     vectors = [_value(of) for of in (*running, norm["weight"], norm["bias"], linear["bias"]) if of is not None]
     steps = [_value(node) for node in row if node is not None]
-    if row.add is not None:
-        steps.append(_value(row.residual))
     tensors = [*operands, *vectors, *steps]
     if not all(value.__class__ is FakeTensor and value.layout is torch.strided for value in tensors):
         return False  # not a tensor with plain memory, or a transform of torch.func wraps it
@@ -218,12 +221,8 @@ def _may_add(row: Calls) -> bool:
         return False
     if not (recorded_call_adds(value) and (row.activation is None or follows_from_y(of_call(row.activation)))):
         return False
-    state, node = {norm[name] for name in ("running_mean", "running_var")} - {None}, row.norm.next
-    while node is not row.add:
-        if not state.isdisjoint(node.all_input_nodes):
-            return False
-        node = node.next
-    return True
+    state = {norm[name] for name in ("running_mean", "running_var")} - {None}
+    return all(state.isdisjoint(node.all_input_nodes) for node in nodes_from(row.norm.next, row.add))
 
 
 def adds(node: Node) -> bool:

@@ -25,7 +25,7 @@ def gradients_but_of_weight(how: How, dy: Any, weight: Any, deviations: Any, vec
         dx, _, *found = gradients(how, dy, None, weight, deviations, vectors, kept)
         return dx, deviations[:, : dy.shape[1]], *found
     dg, *found = before_norm(how._replace(linear=False), dy, deviations, vectors, kept)
-    dx = products(_second(how, "x"), dg, None, weight)[0] if needs_x else None
+    dx = products(second_half(how, ("x",)), dg, None, weight)[0] if needs_x else None
     return dx, dg, *found
 
 
@@ -33,12 +33,7 @@ def gradient_of_weight(how: How, shared: SharedGradient | None, dg: Any, x: Any)
     """Return what a node returns as the gradient of the weight: it, or what stands for it if several calls share it."""
     if shared is not None and shared.several:
         return shared.leave(dg, x)
-    return products(_second(how, "weight"), dg, x, None)[1]
-
-
-def _second(how: How, name: str) -> How:
-    """Return `how` for the second half, which makes the gradient with this name. Only the first half syncs."""
-    return how._replace(needs=(name,), norm=False, group=None, residual_activation=None)
+    return products(second_half(how, ("weight",)), dg, x, None)[1]
 
 
 def before_norm(how: How, dy: Any, deviations: Any, vectors: Any, kept: Any) -> Any:
@@ -50,6 +45,14 @@ def before_norm(how: How, dy: Any, deviations: Any, vectors: Any, kept: Any) -> 
         if dg.shape[1] != dy.shape[1]:
             dg = dg[:, : dy.shape[1]]
     return [dg, *others]
+
+
+def second_half(how: How, needs: tuple[str, ...]) -> How:
+    """Return `how` for the half that computes dx and dweight, or what `needs` names of them, from dg.
+
+    Ranks meet in the first half alone.
+    """
+    return how._replace(needs=needs, norm=False, group=None, residual_activation=None)
 
 
 def products(how: How, dg: Any, x: Any, weight: Any) -> Any:

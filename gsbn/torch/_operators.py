@@ -41,9 +41,10 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
-        activation, name, renorm, groups, adds = _last(more)
+        activation, name, renorm, groups, residual = _last(more)
         group = group_named(x.device, name)
-        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, adds, None)
+        factor = number if scale is None else scale
+        arrays = (x, weight, factor, bias, gamma, beta, mean, var, count, None, residual, None)
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
             made = forward_of(arrays, options, _STORES)

@@ -104,11 +104,12 @@ def shared_weight(weight: Any, dtype: Any, rows: int | None) -> tuple[Any, Any, 
         return weight, found, None
     stream, known = kind_of_tensor(weight).stream(weight.get_device()), getattr(kept, _NAME, None)
     if known is None:
-        # Only these calls contribute to the gradient of this tensor.
-        known = shaped(weight, weight.shape), SharedGradient(), stream
-        setattr(kept, _NAME, known)
-    elif known[2] != stream:
+        # Only the calls that share contribute to the gradient of this alias.
+        alias, shared = shaped(weight, weight.shape), SharedGradient()
+        setattr(kept, _NAME, (alias, shared, stream))
+        return alias, found, shared
+    alias, shared, of_first = known
+    if stream != of_first:
         return weight, found, None
-    else:
-        known[1].share(known[0])
-    return known[0], found, known[1]
+    shared.share(alias)
+    return alias, found, shared

@@ -18,7 +18,16 @@ from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
 from .._typing import Precision
 from ._activations import of_call, of_module
 from ._autograd import saves_by_hooks
-from ._graph import Calls, adds, functional_kind, other_operand, replace_calls, rows, writes_its_first_operand
+from ._graph import (
+    Calls,
+    adds,
+    functional_kind,
+    nodes_from,
+    other_operand,
+    replace_calls,
+    rows,
+    writes_its_first_operand,
+)
 from ._modules import FOLLOWERS, NORMS, Row, around, hindrance, run, title
 
 _DEVICES = ("cuda", "cpu")
@@ -233,15 +242,11 @@ def _may_add(module: Any, calls: Calls) -> bool:
 
     No other call between may use the norm: its running statistics follow the order of the calls.
     """
-    add, node = calls.add, calls.norm.next
-    if add is None:
+    if calls.add is None:
         return True
     norm = module.get_submodule(calls.norm.target)
-    while node is not add:
-        if node.op == "call_module" and any(each is norm for each in module.get_submodule(node.target).modules()):
-            return False
-        node = node.next
-    return True
+    between = [node for node in nodes_from(calls.norm.next, calls.add) if node.op == "call_module"]
+    return not any(each is norm for node in between for each in module.get_submodule(node.target).modules())
 
 
 def _is_pure(child: Any) -> bool:

@@ -39,14 +39,17 @@ def made(name: str, device: str = "cpu") -> Any:
 
 
 class Counting:
-    """A backend behind gsbn's: of each graph, the activations of the calls of gsbn and the calls of batch_norm."""
+    """A backend behind gsbn's: of each graph, the activations of the calls of gsbn, whether they add a residual, and
+    the number of calls of batch_norm that are left."""
 
     def __init__(self, other: str = "aot_eager") -> None:
-        self.other, self.calls, self.left = other, [], []
+        self.other, self.calls, self.adds, self.left = other, [], [], []
 
     def __call__(self, module: Any, inputs: Any) -> Any:
         targets = [node.target for node in module.graph.nodes]
-        self.calls.append([node.args[8] for node in module.graph.nodes if node.target is one_call])
+        ours = [node.args for node in module.graph.nodes if node.target is one_call]
+        self.calls.append([arguments[8] for arguments in ours])
+        self.adds.append([len(arguments) > 9 for arguments in ours])
         self.left.append(sum(target in (functional.batch_norm, torch.batch_norm) for target in targets))
         return torch._dynamo.lookup_backend(self.other)(module, inputs)
 

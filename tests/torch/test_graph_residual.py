@@ -15,46 +15,31 @@ from gsbn.torch import _operators as operators  # noqa: E402
 from gsbn.torch import backend, inductor_options, linear_batch_norm  # noqa: E402
 from gsbn.torch._graph import one_call  # noqa: E402
 from tests.torch.layers import I, assert_same, batch, step  # noqa: E402
-from tests.torch.test_trace_residual import APART, JOINED, Block, O, alike  # noqa: E402
+from tests.torch.test_graph_pass import Counting  # noqa: E402
+from tests.torch.test_trace_residual import APART, JOINED, Block, O  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu", "fresh_dynamo")
 
 
-class Recording:
-    """A backend behind gsbn's: for each call of gsbn in a graph, its activation and whether it has a residual."""
+def run_compiled(call: Any) -> list[tuple[Any, bool]]:
+    """Compare three steps of a compiled model with plain PyTorch's.
 
-    def __init__(self, other: str = "aot_eager") -> None:
-        self.other = other
-        self.calls: list[tuple[Any, bool]] = []
-
-    def __call__(self, module: Any, inputs: Any) -> Any:
-        for node in module.graph.nodes:
-            if node.target is one_call:
-                self.calls.append((node.args[8], len(node.args) > 9))
-        return torch._dynamo.lookup_backend(self.other)(module, inputs)
+    Return, for each call of gsbn in its graphs, the activation and whether it has a residual.
+    """
+    ours, counting = Block(call), Counting()
+    plain = copy.deepcopy(ours)
+    run = torch.compile(ours, backend=backend(counting, cpu=True), fullgraph=True)
+    for training in (True, True, False):
+        ours.train(training), plain.train(training)
+        assert_same(step(ours, batch(), run), step(plain, batch()))
+    graphs = zip(counting.calls, counting.adds, strict=True)
+    return [call for graph in graphs for call in zip(*graph, strict=True)]
 
 
 @pytest.mark.parametrize("what", JOINED)
 def test_the_call_adds_the_residual(what: str) -> None:
     call, expected = JOINED[what]
-    ours, recording = Block(call), Recording()
-    plain = copy.deepcopy(ours)
-    run = torch.compile(ours, backend=backend(recording, cpu=True), fullgraph=True)
-    for training in (True, True, False):
-        ours.train(training), plain.train(training)
-        assert_same(step(ours, batch(), run), step(plain, batch()))
-    assert recording.calls == expected * 2
-
-
-@pytest.mark.parametrize("what", APART)
-def test_an_addition_that_stays(what: str) -> None:
-    ours, recording = Block(APART[what]), Recording()
-    plain = copy.deepcopy(ours)
-    run = torch.compile(ours, backend=backend(recording, cpu=True), fullgraph=True)
-    assert_same(step(ours, batch(), run), step(plain, batch()))
-    # a Sequential is part of the graph, so here the second norm takes the addition
-    joined = [("relu", True)] if what == "the norm of a shortcut" else []
-    assert set(recording.calls) == {(None, False), *joined}
+    assert run_compiled(call) == expected * 2
 
 
 OTHERS = {
@@ -64,27 +49,11 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_an_addition_that_only_the_compiler_adds(what: str) -> None:
-    ours, recording = Block(OTHERS[what]), Recording()
-    plain = copy.deepcopy(ours)
-    run = torch.compile(ours, backend=backend(recording, cpu=True), fullgraph=True)
-    alike(lambda_module(ours, run), plain, batch())
-    assert set(recording.calls) == {(None, False)}
-
-
-def lambda_module(model: Any, run: Any) -> Any:
-    """The model, whose forward is `run`."""
-
-    class Run(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Any) -> Any:
-            return run(x)
-
-    return Run()
+@pytest.mark.parametrize("what", [*APART, *OTHERS])
+def test_an_addition_that_stays(what: str) -> None:
+    # a Sequential is part of the graph, so here the second norm takes the addition
+    joined = [("relu", True)] if what == "the norm of a shortcut" else []
+    assert set(run_compiled({**APART, **OTHERS}[what])) == {(None, False), *joined}
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "the residual alone"])
