@@ -38,7 +38,20 @@ __device__ __forceinline__ void mbar_wait(unsigned long long* bar, int phase) {
         : "memory");
 }
 
-// The same, for data that other CTAs of the cluster wrote and that the barrier counts.
+// Returns whether mbar_wait would return at once.
+__device__ __forceinline__ bool mbar_test(unsigned long long* bar, int phase) {
+    unsigned done;
+    asm volatile(
+        "{\n.reg .pred is_done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 is_done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, is_done;\n}"
+        : "=r"(done)
+        : "r"(smem(bar)), "r"(phase)
+        : "memory");
+    return done;
+}
+
+// mbar_wait for data that other CTAs of the cluster wrote and that the barrier counts.
 __device__ __forceinline__ void mbar_wait_sent(unsigned long long* bar, int phase) {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\n"

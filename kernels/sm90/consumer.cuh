@@ -58,23 +58,31 @@ struct Consumer : EpilogueStore {
     }
 
     // The mainloop: d = the product over the CTA's steps. The wgmmas of one stage stay in flight while those of the
-    // next stage are issued.
+    // next stage are issued. Behind them this looks whether the stage after that is full, and where it lies.
     __device__ __forceinline__ void multiply(float (&d)[PRODUCT_ACC]) {
+        constexpr int NEXT_STAGE = STAGE_BYTES / 16;  // added to a descriptor
+        const u64 first_a = W::descriptor(sh.stage[0] + half * (64 * 128)),
+                  first_b = X::descriptor(sh.stage[0] + W_BYTES);
+        u64 at = s * NEXT_STAGE;
+        bool full = mbar_test(&sh.full[s], phase);
         int before = 0;  // the stage before s
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-            mbar_wait(&sh.full[s], phase);
-            const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
+            if (!full) mbar_wait(&sh.full[s], phase);
+            const u64 a = first_a + at, b = first_b + at;
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < BLOCK_K / MMA_K; ++j) multiply_add(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
             wgmma_commit();
+            const int stage = s;
+            next_stage(step);
+            at = s == 0 ? 0 : at + NEXT_STAGE;
+            full = mbar_test(&sh.full[s], phase);
             if (step > 0) {
                 wgmma_wait<1>();
                 release(before);
             }
-            before = s;
-            next_stage(step);
+            before = stage;
         }
         wgmma_wait<0>();
         release(before);
