@@ -70,14 +70,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const long long own = col0 + threadIdx.x;  // the column whose sums this thread will get
         if (p.splits > 0) {
             if (threadIdx.x < at_once.columns && own < p.n)
-                Factors{saved_of(p, saved, own), saved_pitch(p), own}.prefetch();
+                Factors{saved_of(p, saved, own) + own, saved_pitch(p), own}.prefetch();
             // Wait only now: the kernel ahead belongs to the same call, and has itself waited for the kernels that
             // wrote the data read above.
             await_kernel_ahead();
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
                          [&](long long c, int column, const ColumnSums& sums) {
-                             store_feature(p, Factors{saved_of(p, saved, c), saved_pitch(p), c}, sums, item < blocks,
-                                           to_bias, to_scale, to_gamma, to_beta, &stored[0][0], COLUMNS, column);
+                             store_feature(p, Factors{saved_of(p, saved, c) + c, saved_pitch(p), c}, sums,
+                                           item < blocks, to_bias, to_scale, to_gamma, to_beta, &stored[0][0], COLUMNS,
+                                           column);
                          });
         }
         if (dg == nullptr) return;
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Places<THREADS, VEC> at_once(p.row_threads);
     for_each_item(at_once.blocks(p.n), [&](long long item) {
         const auto post = [&](long long c, int, const ColumnSums& sums) {
-            const Factors of{saved, p.n, c};
+            const Factors of{saved + c, p.n, c};
             if (posted == nullptr) {
                 post_sums(exchange, p, d, of, sums);
             } else {
@@ -154,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                          post);
         const long long c = item * at_once.columns + threadIdx.x;
         if (totals == nullptr || threadIdx.x >= at_once.columns || c >= p.n) return;
-        const Factors of{saved, p.n, c};
+        const Factors of{saved + c, p.n, c};
         double all[POSTS], S, E;
         const double rows = collect_sums(exchange, of, all);
         const Projection by(rows, of, all);

@@ -17,26 +17,28 @@
 // read once more, from L2.
 #include "backward/columns.cuh"
 
-constexpr int WIDEST = 16 * VEC;  // columns of a CTA
+constexpr int WIDEST = 16 * VEC;              // columns of a CTA
+constexpr int FACTOR_ROWS = SAVED_SHIFT + 1;  // as with RENORM: the planner gives all variants the same memory
 
 struct Shared {
     uint4 pipeline[STAGES * WORDS * THREADS];
     BackwardTotals::Memory totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
+    double factors[FACTOR_ROWS][WIDEST];  // L1 would lose them while the CTAs of a cluster wait for each other
     ClusterTotals<WIDEST, true, SUMS / 2, FLOAT64> of_cluster;
 };
-// Read by gsbn/_plan/variants.py: the pipelines, the sums of threads, the coefficients, the sums of the cluster.
+// Read by gsbn/_plan/variants.py: the pipelines, the sums of threads, the coefficients and the factors, the sums of the
+// cluster.
 constexpr int TOTALS_BYTES = 2 * VEC * sizeof(G) * THREADS;
+constexpr int FEATURE_BYTES = DG_ROWS * sizeof(G) + 8 * FACTOR_ROWS;
 constexpr int CLUSTER_BYTES = 8 * SUMS * (CLUSTER == 1 ? 1 : CLUSTER * WIDEST) + 16;
 constexpr int SHARED_BYTES =
-    (16 * STAGES * WORDS * THREADS + TOTALS_BYTES + DG_ROWS * WIDEST * sizeof(G) + CLUSTER_BYTES + 63) / 64 * 64;
+    (16 * STAGES * WORDS * THREADS + TOTALS_BYTES + WIDEST * FEATURE_BYTES + CLUSTER_BYTES + 63) / 64 * 64;
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUSTERS
     backward_fused(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved, T* dg,
                    void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros, Ranks* ranks) {
-    await_kernel_ahead(ranks != nullptr);
-    clear(zeros, p.words);
     extern __shared__ uint4 dynamic[];
     Shared& memory = *reinterpret_cast<Shared*>(dynamic);
 
@@ -48,12 +50,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         const Column place(p, col);
         const int inside = place.inside<VEC>();
         const int count = inside > 0 ? count_every(int(p.m), first_row, step) : 0;
-        Walk<STAGES, BackwardRows> rows(count, BackwardRows(p, dy, d, first_row, step, place, inside, memory.pipeline));
+        const BackwardRows of_thread(p, dy, d, first_row, step, place, inside, memory.pipeline);
+        await_kernel_ahead(ranks != nullptr);
+        Walk<STAGES, BackwardRows> rows(count, of_thread);
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // the column whose sums this thread gets
         const long long c = col0 + column;
-        const Factors of{saved_of(p, saved, c), saved_pitch(p), c};
-        if (of.c < p.n) of.prefetch(part, parts);
+        double* const factors = &memory.factors[0][column];
+        const Factors of{factors, WIDEST, c};
+        if (c < p.n) Factors{saved_of(p, saved, c) + c, saved_pitch(p), c}.copy(factors, WIDEST, part, parts);
         const BeforeY before(p, saved, col, inside);
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
@@ -63,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         ColumnSums all;
         totals.of_column(column, all.of);
         memory.of_cluster.add(rank, column, part == 0, all.of);
-        if (of.c < p.n) {
+        if (c < p.n) {
             Projection by(double(p.m), of, all.of);
             double own_E = by.E;  // E of this rank's rows
             if (TRAINING && ranks != nullptr) {
@@ -94,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         for_each_item(at_once.blocks(p.n), work);
     else
         work(blockIdx.x / CLUSTER);  // there are as many clusters as blocks of columns
+    clear(zeros, p.words);
     if (ranks == nullptr) return;
     __syncthreads();
     if (threadIdx.x == 0) BackwardExchange(ranks, nullptr, 0, p.signature).leave(gridDim.x);

@@ -38,8 +38,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
                   const T* kept, T* dv
 #endif
     ) {
-    await_kernel_ahead();
-    clear(zeros, p.words);
     extern __shared__ uint4 dynamic[];
     Shared& memory = *reinterpret_cast<Shared*>(dynamic);
 
@@ -61,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
 #if RESIDUAL
         of.with_residual(p, kept, dv, begin + at_once.row, at_once.rows, place);
 #endif
+        await_kernel_ahead();
         Walk<STAGES, BackwardRows> rows(count, of);
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
@@ -80,4 +79,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
         for_each_item(at_once.blocks(p.n) * p.splits, work);
     else
         work(blockIdx.x);
+    clear(zeros, p.words);
 }

@@ -131,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                 ColumnSums all;
 #pragma unroll
                 for (int s = 0; s < SUMS; ++s) all.of[s] = sums[s];
-                store_feature(p, Factors{saved, p.n, feature}, all, split == 0, to_bias, to_scale, to_gamma, to_beta,
-                              stored, 1, 0);
+                store_feature(p, Factors{saved + feature, p.n, feature}, all, split == 0, to_bias, to_scale, to_gamma,
+                              to_beta, stored, 1, 0);
             }
         }
         __syncthreads();

@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     for (int i = 0; i < TILES - 1; ++i, next_row -= TEAMS * ROWS) issue_copies(i, next_row);
 
     Products::load_weight(p, w + col0 * p.ldw, features, weight);
-    for (int i = threadIdx.x; i < features; i += THREADS_HERE) Factors{saved, p.n, col0 + i}.prefetch();
+    for (int i = threadIdx.x; i < features; i += THREADS_HERE) Factors{saved + col0 + i, p.n, col0 + i}.prefetch();
     // Wait only now: the kernel ahead belongs to the same call, and has itself waited for the kernels that wrote the
     // data read above.
     await_kernel_ahead();
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         if (at > 0) __syncthreads();
         merge_splits(p, workspace, columns, col0 + at, scratch, [&](long long c, int column, const ColumnSums& sums) {
             if (at + column < features)
-                store_feature(p, Factors{saved, p.n, c}, sums, blockIdx.x < CLUSTER, to_bias, to_scale, to_gamma,
+                store_feature(p, Factors{saved + c, p.n, c}, sums, blockIdx.x < CLUSTER, to_bias, to_scale, to_gamma,
                               to_beta, stored, FEATURES, at + column);
         });
     }

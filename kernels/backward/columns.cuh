@@ -151,18 +151,23 @@ __device__ inline void merge_splits(const BackwardProblem& p, const char* worksp
 
 // The numbers that the forward saved for feature c, one in each row (SAVED_).
 struct Factors {
-    const double* saved;
-    long long n, c;
-    // how many rows the gradients and the coefficients need
-    static constexpr int ROWS = IDENTITY ? 0 : TRAINING ? SAVED_REST + 1 : SAVED_S + 1;
+    const double* first;  // the number of row 0
+    long long pitch, c;
+    // how many rows are needed, apart from SAVED_SHIFT
+    static constexpr int ROWS = IDENTITY ? 0 : SAVED_OF_MEAN + 1;
 
-    __device__ double operator()(int row) const { return saved[row * n + c]; }
-    // Loads every `step`-th row into L1, so that the numbers are there once the sums are known.
-    __device__ void prefetch(int first = 0, int step = 1) const {
+    __device__ double operator()(int row) const { return first[row * pitch]; }
+    // Loads the rows into L1, so that they are there once the sums are known.
+    __device__ void prefetch() const {
 #pragma unroll 1
-        for (int row = first; row < ROWS; row += step)
-            asm volatile("prefetch.global.L1 [%0];" ::"l"(saved + row * n + c));
-        if (RENORM && first == 0) asm volatile("prefetch.global.L1 [%0];" ::"l"(saved + SAVED_SHIFT * n + c));
+        for (int row = 0; row < ROWS; ++row) asm volatile("prefetch.global.L1 [%0];" ::"l"(first + row * pitch));
+        if (RENORM) asm volatile("prefetch.global.L1 [%0];" ::"l"(first + SAVED_SHIFT * pitch));
+    }
+    // Copies the rows to shared memory. Thread `part` of the `parts` that share the feature has every parts-th row.
+    __device__ void copy(double* to, int to_pitch, int part, int parts) const {
+#pragma unroll 1
+        for (int row = part; row < ROWS; row += parts) to[row * to_pitch] = (*this)(row);
+        if (RENORM && part == 0) to[SAVED_SHIFT * to_pitch] = (*this)(SAVED_SHIFT);
     }
 };
 

@@ -65,13 +65,13 @@ public:
             totals[(sum * parts + part) * columns + of] = own[pair].total();
         }
         __syncthreads();
+        LongSum<COMPENSATED> all[SUMS];
+#pragma unroll 1
+        for (int j = 0; j < parts; ++j)
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) {
-            LongSum<COMPENSATED> all;
-#pragma unroll 4
-            for (int j = 0; j < parts; ++j) all.add(totals[(i * parts + j) * columns + column]);
-            sums[i] = all.total();
-        }
+            for (int i = 0; i < SUMS; ++i) all[i].add(totals[(i * parts + j) * columns + column]);
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = all[i].total();
     }
 
 private:
@@ -90,7 +90,8 @@ struct ClusterTotals {
     double2 of_rank[CLUSTER][PAIRS][CLUSTER == 1 ? 1 : EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
     unsigned long long here;  // a barrier: all sums are here
 
-    // All threads call this before anything is sent.
+    // All threads call this before anything is sent, and before they load anything through L1: waiting for a cluster
+    // empties it.
     __device__ __forceinline__ void begin(int rank, int columns) {
         if constexpr (CLUSTER > 1) {
             if (threadIdx.x == 0) {
@@ -101,6 +102,7 @@ struct ClusterTotals {
             }
             __syncthreads();
             cluster_arrive();
+            cluster_wait();
         }
     }
     // Turns the sums of the CTA into those of the cluster. All threads call this, each with one column; of the threads
@@ -108,27 +110,26 @@ struct ClusterTotals {
     // sums may end. They are added in the order of the ranks.
     __device__ __forceinline__ void add(int rank, int column, bool sends, double (&sums)[2 * PAIRS]) {
         if constexpr (CLUSTER > 1) {
-            cluster_wait();
             const int at = EVERYWHERE ? column : column / CLUSTER;
             if (sends)
-#pragma unroll
+#pragma unroll 1
                 for (int i = 0; i < (EVERYWHERE ? CLUSTER : 1); ++i)
 #pragma unroll
                     for (int j = 0; j < PAIRS; ++j)
                         send(&of_rank[rank][j][at], sums[2 * j], sums[2 * j + 1], &here,
                              EVERYWHERE ? i : column % CLUSTER);
             mbar_wait_sent(&here, 0);
+            LongSum<COMPENSATED> all[2 * PAIRS];
+#pragma unroll 2
+            for (int cta = 0; cta < CLUSTER; ++cta)
 #pragma unroll
-            for (int j = 0; j < PAIRS; ++j) {
-                LongSum<COMPENSATED> first, second;
-#pragma unroll
-                for (int cta = 0; cta < CLUSTER; ++cta) {
-                    first.add(of_rank[cta][j][at].x);
-                    second.add(of_rank[cta][j][at].y);
+                for (int j = 0; j < PAIRS; ++j) {
+                    const double2 pair = of_rank[cta][j][at];
+                    all[2 * j].add(pair.x);
+                    all[2 * j + 1].add(pair.y);
                 }
-                sums[2 * j] = first.total();
-                sums[2 * j + 1] = second.total();
-            }
+#pragma unroll
+            for (int j = 0; j < 2 * PAIRS; ++j) sums[j] = all[j].total();
         }
     }
 };

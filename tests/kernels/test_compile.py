@@ -137,6 +137,17 @@ def test_every_kernel_waits_for_the_one_ahead() -> None:
             assert ("", "") in found or any(pairs), path.name
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_launch_gives_the_shared_memory_that_its_variant_declares(arch: str) -> None:
+    """Also where macros are added to a variant whose shared memory is known."""
+    declared = 0
+    for kernel in _kernels.all_kernels(arch):
+        if "int SHARED_BYTES" in _declared.text(f"{kernel.file}.cu"):
+            assert kernel.shared == Constants(f"{kernel.file}.cu", dict(kernel.defines))["SHARED_BYTES"], kernel
+            declared += 1
+    assert declared
+
+
 @pytest.mark.parametrize("name", ["common/common.cuh", "normalize.cu"])
 def test_an_edited_kernel_is_not_served_from_the_cache(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
