@@ -272,12 +272,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
         mbar_init_fence();
     }
     cluster_begin();
-    const bool independent = MODE == MODE_GEMM && p.flags & FLAG_INDEPENDENT;
-    if (independent)
-        let_next_kernel_begin();
-    else
-        await_kernel_ahead(RANKS);
-
     if (warpgroup == 0) {
         give_registers<HELPER_REGISTERS>();
         const int lane = lane_id(), rank = cluster_rank();
@@ -286,6 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
         } else if constexpr (MODE == MODE_INFERENCE) {
             if (warp <= CONSTANT_WARPS) cta.load_constants(warp, lane, rank);
         } else if constexpr (TRAINS) {
+            cta.begin();
             if (warp == 2) cta.load_last_tile_arguments(lane);
             if (MODE != MODE_CLUSTER_BATCH && warp == 1) {
                 cta.merge(lane, rank, 0);
@@ -297,21 +292,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
         }
         if constexpr (MODE == MODE_CLUSTER_BATCH) {
             __syncwarp();
+            cta.begin();
             cta.merge(lane, rank, (warp + 3) % MERGERS);  // warp 0 comes last, when it has loaded everything
         }
         if constexpr (DEFERS) {
             __syncwarp();
+            cta.begin();
             mbar_wait(&sh.agreed, 0);
             // by now warp 0 has loaded everything
             cta.epilogue_of_deferred_tiles(warp == 0 ? SHORT_BACKOFF : LONG_BACKOFF);
         }
     } else {
         take_registers<CONSUMER_REGISTERS>();
+        cta.begin();
         const Consumer consumer = {cta, warpgroup - 1, warp, lane_id(), cluster_rank()};
         if constexpr (MODE == MODE_RECOMPUTE)
             Recomputer{consumer}.run();
         else
             Consumer(consumer).run();
     }
-    if (independent && threadIdx.x == 0) await_kernel_ahead();
+    if (cta.independent() && threadIdx.x == 0) await_kernel_ahead();
 }

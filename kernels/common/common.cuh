@@ -351,6 +351,9 @@ __device__ inline void let_next_kernel_begin() {
 // does it let the next launch begin, so that at most two launches overlap. A launch that does not overlap, such as any
 // launch of a call with `sms`, does not wait.
 //
+// Code ahead of the call runs beside the kernel ahead. Code that runs once in a launch costs the time to fetch it from
+// L2, so what needs no memory comes first.
+//
 // If the kernel ahead belongs to the same call, it has itself waited for the kernels that wrote the call's operands. A
 // kernel may then read the operands first, and call this function later.
 //

@@ -218,8 +218,20 @@ struct Cta {
         return partial + before * BLOCK_N;
     }
 
+    // Every warp calls `begin` right before it first reads or writes global memory. What it does before that runs beside
+    // the launch ahead.
+    __device__ __forceinline__ bool independent() const { return MODE == MODE_GEMM && p.flags & FLAG_INDEPENDENT; }
+    __device__ __forceinline__ void begin() const {
+        if (independent())
+            let_next_kernel_begin();
+        else
+            await_kernel_ahead(RANKS);
+    }
+
     __device__ void produce(int rank) const;                             // loads x and w
     __device__ void load_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
+    template <typename V>
+    __device__ void lay_out_constants(int slot, int block, int warp, int lane) const;
     __device__ void merge(int lane, int rank, int which) const;  // training: the statistics of a share of the features
     // the same, over the CTA's own tiles
     __device__ void merge_own_tile(Welford (&own)[BLOCK_N / 32], int nth, int row, int block, int backoff) const;

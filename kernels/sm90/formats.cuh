@@ -68,10 +68,13 @@ __device__ __forceinline__ float centre_of(float mean, float m2, float rows) {
 // y's 16-bit type, or float
 #if FLOAT32_OUTPUT || !(ELEMENT == ELEMENT_BFLOAT16 || ELEMENT == ELEMENT_FLOAT16)
 using Y = float;
+constexpr int KIND_OF_Y = KIND_FLOAT32;
 #elif ELEMENT == ELEMENT_FLOAT16
 using Y = __half;
+constexpr int KIND_OF_Y = KIND_FLOAT16;
 #else
 using Y = __nv_bfloat16;
+constexpr int KIND_OF_Y = KIND_BFLOAT16;
 #endif
 
 // The epilogue computes OfU of u. With RESIDUAL the activation follows where y is stored, once the residual is added.

@@ -26,6 +26,7 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             x_row = at.row * BLOCK_M + x_part * (PRODUCT_M / X_SHARERS), first = at.split * steps;
             sample = first / each, in_sample = first % each;
         }
+        if (nth == 0) begin();
 #pragma unroll 1
         for (int of_all = first; of_all < first + steps; ++of_all) {
             int step = of_all, w_depth = 0;
@@ -71,6 +72,29 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
     }
 }
 
+// Computes a and c of a block's features, for a slot. V: see frozen_arguments. If the code for one feature is short, a
+// lane loads the arguments of all its features before it uses any.
+template <typename V>
+__device__ __forceinline__ void Cta::lay_out_constants(int slot, int block, int warp, int lane) const {
+    constexpr int LANES = 32 * CONSTANT_WARPS;
+    constexpr int AT_ONCE = is_same<V, void> ? 1 : (BLOCK_N + LANES - 1) / LANES;
+#pragma unroll 1
+    for (int first = 32 * (warp - 1) + lane; first < BLOCK_N; first += AT_ONCE * LANES) {
+        FrozenArguments of[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)  // beyond n, any values serve
+            of[i] = f.frozen_arguments<V>(min(block * BLOCK_N + first + i * LANES, int(n) - 1));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int c = first + i * LANES;
+            if (c >= BLOCK_N) break;
+            const Frozen y = f.frozen(of[i]);
+            sh.constants[slot][c] = make_float2(y.a, y.c);
+            if constexpr (WITH_LOWS) sh.lows[slot][c] = __float2bfloat16(y.low);
+        }
+    }
+}
+
 // Runs beside the mainloop. For each run of tiles it fills one slot, while the tiles of the run before read the other
 // slot.
 __device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank) const {
@@ -82,13 +106,15 @@ __device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank
         // wait until the run before has begun: then nobody reads this slot
         for (int half = 0; half < WARPGROUPS; ++half) wait_count(&sh.stored[half], start, LONG_BACKOFF);
         start = nth;
-#pragma unroll 1
-        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS) {  // beyond n, any values serve
-            const Frozen of = f.frozen(min(block * BLOCK_N + c, int(n) - 1));
-            sh.constants[run.number % 2][c] = make_float2(of.a, of.c);
-            if constexpr (WITH_LOWS) sh.lows[run.number % 2][c] = __float2bfloat16(of.low);
-        }
+        const int kind = f.common_kind(), slot = run.number % 2;
+        begin();
+        if (kind == KIND_FLOAT32)
+            lay_out_constants<float>(slot, block, warp, lane);
+        else if (kind == KIND_OF_Y)
+            lay_out_constants<Y>(slot, block, warp, lane);
+        else
+            lay_out_constants<void>(slot, block, warp, lane);
         __syncwarp();
-        if (lane == 0) count_up(&sh.constants_ready[run.number % 2]);
+        if (lane == 0) count_up(&sh.constants_ready[slot]);
     }
 }

@@ -56,6 +56,21 @@ struct FeatureVector {  // see fetch
     long long code;
 
     __device__ Fetched fetch(long long i) const { return ::fetch(at, code, i); }
+    // The number of feature i, or `absent`. V is the vector's type, and its stride is 1 or 0 (Features::common_kind); or
+    // V is void, and the code alone tells.
+    template <typename V>
+    __device__ float load(int i, float absent) const {
+        if constexpr (is_same<V, void>)
+            return fetch(i).or_else(absent);
+        else
+            return int(code) ? to_float(static_cast<const V*>(at)[int(code) & 8 ? i : 0]) : absent;
+    }
+};
+
+// The numbers of one feature from which Frozen follows.
+struct FrozenArguments {
+    Arguments u;
+    float b, mean, var;
 };
 
 struct Features {  // the caller's per-feature arguments
@@ -76,11 +91,28 @@ struct Features {  // the caller's per-feature arguments
         return {s.or_else(number), g.or_else(1.0f), b.or_else(0.0f)};
     }
 
-    __device__ Frozen frozen(int i) const {
-        const Fetched of_b = bias.fetch(i), of_rm = running_mean.fetch(i), of_rv = running_var.fetch(i);
-        const Arguments u = arguments_of(i);
-        const float b = of_b.or_else(0.0f), rm = of_rm.or_else(0.0f), rv = of_rv.or_else(1.0f);
-        const float gr = u.gamma / sqrtf(rv + eps), a = multiply_no_ftz(gr, u.scale);
+    // The KIND_ of all vectors that are given, if they have the same and each is contiguous or one number; otherwise
+    // KIND_ABSENT.
+    __device__ int common_kind() const {
+        long long any = 0, all = -1;
+        for (long long code :
+             {bias.code, scale.code, gamma.code, beta.code, (long long)running_mean.code, (long long)running_var.code})
+            any |= code, all &= code ? code : -1;
+        return any <= 15 && any >= 0 && (any & 7) == (all & 7) ? int(any & 7) : KIND_ABSENT;
+    }
+    // What Frozen follows from. V is the type of all vectors (common_kind), or void: then it takes any vectors, and so
+    // much code that fetching it takes longer than a short mainloop.
+    template <typename V>
+    __device__ FrozenArguments frozen_arguments(int i) const {
+        return {{scale.template load<V>(i, number), gamma.template load<V>(i, 1.0f), beta.template load<V>(i, 0.0f)},
+                bias.template load<V>(i, 0.0f),
+                running_mean.template load<V>(i, 0.0f),
+                running_var.template load<V>(i, 1.0f)};
+    }
+    __device__ Frozen frozen(const FrozenArguments& of) const {
+        const auto& [u, b, rm, rv] = of;
+        const float gr = u.gamma * __frsqrt_rn(rv + eps);
+        const float a = multiply_no_ftz(gr, u.scale);
         if constexpr (!BY_LIMBS) {
             return {a, fmaf(gr, fmaf(u.scale, b, -rm), u.beta), 0.0f};
         } else {

@@ -126,8 +126,10 @@ def test_constants_are_read_as_the_compiler_reads_them() -> None:
 
 
 def test_every_kernel_waits_for_the_one_ahead() -> None:
-    """Each may be launched so that it begins before the kernel ahead has ended."""
-    wait = re.compile(r"[{\n] +(?:if \((!?)(\w+)\) )?await_kernel_ahead\((?:true|RANKS|ranks != nullptr|)\);[ \n]")
+    """Each may be launched so that it begins before the kernel ahead has ended. `cta.begin` waits in forward_sm90."""
+    call = r"(?:await_kernel_ahead\((?:true|RANKS|ranks != nullptr|)\)|cta\.begin\(\));"
+    wait = re.compile(rf"[{{\n] +(?:if \((!?)(\w+)\) )?{call}[ \n]")
+    assert re.search(rf"void begin\(\) const {{[^}}]*{call}", _declared.text("sm90/cta.cuh"))
     for path in _declared.KERNEL_DIR.glob("*.cu"):
         bodies = path.read_text(encoding="utf-8").split("__global__")[1:]
         assert bodies

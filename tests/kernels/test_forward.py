@@ -18,6 +18,7 @@ from tests.support.harness import (
     ANY,
     DTYPES,
     GPU_KINDS,
+    LAYOUTS,
     STATISTICS,
     Kind,
     Producer,
@@ -27,7 +28,7 @@ from tests.support.harness import (
     place,
     without_out,
 )
-from tests.support.strategies import ACTIVATIONS, RENORMS, SCALES, Case, cases
+from tests.support.strategies import ACTIVATIONS, OPTIONAL, RENORMS, SCALES, VECTORS, Case, cases
 from tests.support.tolerance import FLUSHED, assert_outcome_within, assert_within, bounds, roundoff
 
 pytestmark = pytest.mark.gpu
@@ -94,6 +95,21 @@ def test_inference_on_small_integers_is_exact(shape: tuple[int, int, int], dtype
         got = forward(kind_of("cupy"), arrays, gemm=gemm, eps=1.0)
     want = reference.forward(**without_out(arrays), eps=1.0)
     np.testing.assert_array_equal(got.y, reference.round_to(want.y, t))  # as values: a zero may have either sign
+
+
+@pytest.mark.parametrize("present", [OPTIONAL, ("running",)], ids=["all given", "statistics alone"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("narrow", [(), ("gamma", "running"), VECTORS], ids=["wide", "both", "narrow"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_vectors_of_each_type_in_inference(
+    dtype: str, narrow: tuple[str, ...], layout: str, present: tuple[str, ...]
+) -> None:
+    """If all vectors are alike, forward_sm90 has shorter code for them."""
+    case = Case((130, 72, 200), dtype, False, given=present, narrow=narrow, scale="vector" if narrow else "none")
+    arrays = case.arrays()
+    vectors = [name for name, a in arrays.items() if a.shape == (200,)]
+    got = forward(kind_of("cupy"), arrays, dict.fromkeys(vectors, layout))
+    assert_outcome_within(got, *truth_and_bounds(arrays, training=False))
 
 
 @pytest.mark.parametrize(
