@@ -372,6 +372,7 @@ FORMATS = {"contiguous": None, "channels last": torch.channels_last}
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_residual(device: str, dtype: Any, activation: Any, size: int, layouts: tuple[str, str]) -> None:
+    torch.manual_seed(0)
     layer = ConvBatchNorm2d(6, 5, activation=activation, device=device, dtype=dtype)
     modules = [nn.Sequential(copy.deepcopy(layer.conv), copy.deepcopy(layer.norm)) for _ in range(2)]
     after = nn.Identity() if activation is None else nn.ReLU() if activation == "relu" else nn.SiLU()
