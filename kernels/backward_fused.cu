@@ -17,21 +17,24 @@
 // read once more, from L2.
 #include "backward/columns.cuh"
 
-constexpr int WIDEST = 16 * VEC;              // columns of a CTA
-constexpr int FACTOR_ROWS = SAVED_SHIFT + 1;  // as with RENORM: the planner gives all variants the same memory
+constexpr int WIDEST = 16 * VEC;  // columns of a CTA
+// Rows of factors in shared memory. With CLUSTER as many as RENORM needs: the planner gives all variants the same memory.
+constexpr int FACTOR_ROWS = CLUSTER == 1 ? 0 : SAVED_SHIFT + 1;
 
 struct Shared {
     uint4 pipeline[STAGES * WORDS * THREADS];
     BackwardTotals::Memory totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
-    double factors[FACTOR_ROWS][WIDEST];  // L1 would lose them while the CTAs of a cluster wait for each other
-    ClusterTotals<WIDEST, true, SUMS / 2, FLOAT64> of_cluster;
+#if CLUSTER > 1
+    double factors[FACTOR_ROWS][WIDEST];
+#endif
+    [[no_unique_address]] ClusterTotals<WIDEST, true, SUMS / 2, FLOAT64> of_cluster;
 };
 // Read by gsbn/_plan/variants.py: the pipelines, the sums of threads, the coefficients and the factors, the sums of the
 // cluster.
 constexpr int TOTALS_BYTES = 2 * VEC * sizeof(G) * THREADS;
 constexpr int FEATURE_BYTES = DG_ROWS * sizeof(G) + 8 * FACTOR_ROWS;
-constexpr int CLUSTER_BYTES = 8 * SUMS * (CLUSTER == 1 ? 1 : CLUSTER * WIDEST) + 16;
+constexpr int CLUSTER_BYTES = CLUSTER == 1 ? 0 : 16 + 8 * SUMS * CLUSTER * WIDEST;
 constexpr int SHARED_BYTES =
     (16 * STAGES * WORDS * THREADS + TOTALS_BYTES + WIDEST * FEATURE_BYTES + CLUSTER_BYTES + 63) / 64 * 64;
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
@@ -56,9 +59,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // the column whose sums this thread gets
         const long long c = col0 + column;
-        double* const factors = &memory.factors[0][column];
-        const Factors of{factors, WIDEST, c};
-        if (c < p.n) Factors{saved_of(p, saved, c) + c, saved_pitch(p), c}.copy(factors, WIDEST, part, parts);
+        Factors of{saved_of(p, saved, c) + c, saved_pitch(p), c};
+#if CLUSTER > 1  // L1 would lose them while the CTAs of the cluster wait for each other
+        if (c < p.n) of.copy(&memory.factors[0][column], WIDEST, part, parts);
+        of = {&memory.factors[0][column], WIDEST, c};
+#else
+        if (c < p.n) of.prefetch(part, parts);
+#endif
         const BeforeY before(p, saved, col, inside);
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);

@@ -22,10 +22,10 @@
 struct Shared {
     uint4 pipeline[STAGES * WORDS * THREADS];
     BackwardTotals::Memory totals;
-    ClusterTotals<LANES * VEC, false, SUMS / 2, FLOAT64> of_cluster;
+    [[no_unique_address]] ClusterTotals<LANES * VEC, false, SUMS / 2, FLOAT64> of_cluster;
 };
 // Read by gsbn/_plan/variants.py.
-constexpr int CLUSTER_BYTES = 16 + 8 * SUMS * (CLUSTER == 1 ? 1 : LANES * VEC);
+constexpr int CLUSTER_BYTES = CLUSTER == 1 ? 0 : 16 + 8 * SUMS * LANES * VEC;
 constexpr int SHARED_BYTES =
     (16 * STAGES * WORDS * THREADS + 2 * VEC * sizeof(G) * THREADS + CLUSTER_BYTES + 63) / 64 * 64;
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");

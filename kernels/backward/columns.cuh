@@ -157,13 +157,15 @@ struct Factors {
     static constexpr int ROWS = IDENTITY ? 0 : SAVED_OF_MEAN + 1;
 
     __device__ double operator()(int row) const { return first[row * pitch]; }
-    // Loads the rows into L1, so that they are there once the sums are known.
-    __device__ void prefetch() const {
+    // Loads the rows into L1, so that they are there once the sums are known. Thread `part` of the `parts` that share the
+    // feature has every parts-th row.
+    __device__ void prefetch(int part = 0, int parts = 1) const {
 #pragma unroll 1
-        for (int row = 0; row < ROWS; ++row) asm volatile("prefetch.global.L1 [%0];" ::"l"(first + row * pitch));
-        if (RENORM) asm volatile("prefetch.global.L1 [%0];" ::"l"(first + SAVED_SHIFT * pitch));
+        for (int row = part; row < ROWS; row += parts)
+            asm volatile("prefetch.global.L1 [%0];" ::"l"(first + row * pitch));
+        if (RENORM && part == 0) asm volatile("prefetch.global.L1 [%0];" ::"l"(first + SAVED_SHIFT * pitch));
     }
-    // Copies the rows to shared memory. Thread `part` of the `parts` that share the feature has every parts-th row.
+    // Copies the rows to shared memory in the same way.
     __device__ void copy(double* to, int to_pitch, int part, int parts) const {
 #pragma unroll 1
         for (int row = part; row < ROWS; row += parts) to[row * to_pitch] = (*this)(row);

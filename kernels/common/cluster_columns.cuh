@@ -84,52 +84,54 @@ private:
 
 // The sums of up to WIDEST columns over all CTAs of a cluster, PAIRS pairs of sums for each column. An object serves
 // once. With EVERYWHERE each CTA gets the sums of every column; otherwise only CTA column % CLUSTER gets those of a
-// column. COMPENSATED: see LongSum.
+// column. COMPENSATED: see LongSum. Without a cluster there is nothing to do, and an object takes no memory as a member
+// with [[no_unique_address]].
 template <int WIDEST, bool EVERYWHERE = true, int PAIRS = 1, bool COMPENSATED = false>
 struct ClusterTotals {
-    double2 of_rank[CLUSTER][PAIRS][CLUSTER == 1 ? 1 : EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
+#if CLUSTER > 1
+    double2 of_rank[CLUSTER][PAIRS][EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
     unsigned long long here;  // a barrier: all sums are here
+#endif
 
     // All threads call this before anything is sent, and before they load anything through L1: waiting for a cluster
     // empties it.
     __device__ __forceinline__ void begin(int rank, int columns) {
-        if constexpr (CLUSTER > 1) {
-            if (threadIdx.x == 0) {
-                mbar_init(&here, 1);
-                mbar_init_fence();
-                const int own = EVERYWHERE ? columns : (columns + CLUSTER - 1 - rank) / CLUSTER;
-                mbar_expect(&here, CLUSTER * own * PAIRS * int(sizeof(double2)));
-            }
-            __syncthreads();
-            cluster_arrive();
-            cluster_wait();
+#if CLUSTER > 1
+        if (threadIdx.x == 0) {
+            mbar_init(&here, 1);
+            mbar_init_fence();
+            const int own = EVERYWHERE ? columns : (columns + CLUSTER - 1 - rank) / CLUSTER;
+            mbar_expect(&here, CLUSTER * own * PAIRS * int(sizeof(double2)));
         }
+        __syncthreads();
+        cluster_arrive();
+        cluster_wait();
+#endif
     }
     // Turns the sums of the CTA into those of the cluster. All threads call this, each with one column; of the threads
     // with the same column, one has `sends` set. Sums are sent, not fetched, so that a CTA that has received all its
     // sums may end. They are added in the order of the ranks.
     __device__ __forceinline__ void add(int rank, int column, bool sends, double (&sums)[2 * PAIRS]) {
-        if constexpr (CLUSTER > 1) {
-            const int at = EVERYWHERE ? column : column / CLUSTER;
-            if (sends)
+#if CLUSTER > 1
+        const int at = EVERYWHERE ? column : column / CLUSTER;
+        if (sends)
 #pragma unroll 1
-                for (int i = 0; i < (EVERYWHERE ? CLUSTER : 1); ++i)
+            for (int i = 0; i < (EVERYWHERE ? CLUSTER : 1); ++i)
 #pragma unroll
-                    for (int j = 0; j < PAIRS; ++j)
-                        send(&of_rank[rank][j][at], sums[2 * j], sums[2 * j + 1], &here,
-                             EVERYWHERE ? i : column % CLUSTER);
-            mbar_wait_sent(&here, 0);
-            LongSum<COMPENSATED> all[2 * PAIRS];
+                for (int j = 0; j < PAIRS; ++j)
+                    send(&of_rank[rank][j][at], sums[2 * j], sums[2 * j + 1], &here, EVERYWHERE ? i : column % CLUSTER);
+        mbar_wait_sent(&here, 0);
+        LongSum<COMPENSATED> all[2 * PAIRS];
 #pragma unroll 2
-            for (int cta = 0; cta < CLUSTER; ++cta)
+        for (int cta = 0; cta < CLUSTER; ++cta)
 #pragma unroll
-                for (int j = 0; j < PAIRS; ++j) {
-                    const double2 pair = of_rank[cta][j][at];
-                    all[2 * j].add(pair.x);
-                    all[2 * j + 1].add(pair.y);
-                }
+            for (int j = 0; j < PAIRS; ++j) {
+                const double2 pair = of_rank[cta][j][at];
+                all[2 * j].add(pair.x);
+                all[2 * j + 1].add(pair.y);
+            }
 #pragma unroll
-            for (int j = 0; j < 2 * PAIRS; ++j) sums[j] = all[j].total();
-        }
+        for (int j = 0; j < 2 * PAIRS; ++j) sums[j] = all[j].total();
+#endif
     }
 };
