@@ -1,7 +1,7 @@
 """Measure all choices of the planner over shapes of all sizes, and what its own choices lose.
 
 python tools/sweep.py measure [seconds [skip [dtype ...]]]   on a Hopper GPU with PyTorch: a line of JSON per problem
-python tools/sweep.py judge FILE                             anywhere: what this version's planner loses on those times
+python tools/sweep.py judge FILE [bandwidth]                 anywhere: what this version's planner loses on those times
 python tools/sweep.py fit FILE [rounds]                      anywhere: fits gsbn/_plan/h200.py to those times
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode. Its choices are the tiles of
@@ -10,6 +10,8 @@ forward_sm90, named BLOCK_MxCLUSTER, with xSPLIT for split-k, "rs" if limbs of t
 eager is measured, too. Times are device times of calls in a row, after a kernel that keeps the device busy while the
 host enqueues; the result of each choice is compared with cuBLAS's.
 docs/results/sweep.jsonl has the times of `measure`, and of 278 problems of other shapes, most of them random.
+docs/results/sweep_h100.jsonl has those of 199 inferences on an H100, whose `Device.bandwidth` is 0.68, in CUDA graphs;
+beside them is PyTorch's addmm on folded weights, not its modules.
 """
 
 import json
@@ -38,6 +40,7 @@ DTYPES = {
     "float32": ("float32", "highest"),
 }
 MODES = ("training", "inference")
+PEERS = ("eager", "addmm")  # times of PyTorch
 WAYS = {"recompute": " recompute", "cluster_batch": " cluster batch"}  # ways to train: the ends of the names of choices
 RS = " rs"
 NAMED = [
@@ -93,20 +96,22 @@ def problems(dtypes):
 DEVICE = _plan.Device((9, 0), 132, pairs=66, fours=30, eights=15, sixteens=7)
 
 
-def problem(shape, dtype):
+def problem(shape, dtype, bandwidth=1.0):
     """The problem for the planner, with contiguous x, weight and y."""
     b, i, o = shape
     at = [_plan.Matrix((columns, 1), True) for columns in (i, i, o)]
-    return _plan.Matmul(b, o, i, DTYPES[dtype][0], DEVICE, *at)
+    return _plan.Matmul(b, o, i, DTYPES[dtype][0], DEVICE._replace(bandwidth=bandwidth), *at)
 
 
-def planned(shape, dtype, mode, among):
+def planned(shape, dtype, mode, among, bandwidth=1.0):
     """The choice of "auto" among these names."""
     recompute, cluster_batch = (any(name.endswith(how) for name in among) for how in WAYS.values())
     split = any(name.count("x") == 2 for name in among)
     allowed = {"recompute": recompute, "cluster_batch": cluster_batch, "split": split, "skinny": "skinny" in among}
     allowed["limbs_rs"] = any(RS in name for name in among)
-    p = problem(shape, dtype)._replace(limits=Limits(**{name: None if yes else False for name, yes in allowed.items()}))
+    p = problem(shape, dtype, bandwidth)._replace(
+        limits=Limits(**{name: None if yes else False for name, yes in allowed.items()})
+    )
     program = _plan.plan_forward(p, training=mode == "training", precision=DTYPES[dtype][1])
     for launch in program.launches("forward_sm90"):
         of_kernel = next(name for name, value in KERNEL_MODES.items() if value == dict(launch.kernel.defines)["MODE"])
@@ -218,18 +223,18 @@ def measure(limit, skip, dtypes):
 def choices(line):
     """The choices that "auto" may take: limbs of few terms are fast, but not accurate enough."""
     few = line["dtype"] == "float32" and line["shape"][1] < LEAST_TERMS
-    return [name for name in line["us"] if name in ("cublas", "skinny") or (name != "eager" and not few)]
+    return [name for name in line["us"] if name in ("cublas", "skinny") or (name not in PEERS and not few)]
 
 
-def judged(file):
-    """The problems of a file, with the choice of the planner and its loss."""
+def judged(file, bandwidth=1.0):
+    """The problems of a file, with the choice of the planner, on a GPU with this `Device.bandwidth`, and its loss."""
     lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.startswith('{"shape"')]
     for line in lines:
         us = line["us"]
-        own = planned(line["shape"], line["dtype"], line["mode"], us)
+        own = planned(line["shape"], line["dtype"], line["mode"], us, float(bandwidth))
         line["best"] = min(choices(line), key=us.get)
         line["own"], line["regret"] = own, us[own] / us[line["best"]] - 1
-        line["of eager"], line["of cublas"] = us[own] / us["eager"], us[own] / us["cublas"]
+        line["of peer"], line["of cublas"] = us[own] / us[next(filter(us.get, PEERS))], us[own] / us["cublas"]
     return lines
 
 
@@ -309,13 +314,13 @@ def fit(file, rounds=3):
     path.write_text(f"{head}H200 = Rates(\n{fields})\n")
 
 
-def judge(file, most=15):
-    lines = judged(file)
+def judge(file, bandwidth=1.0, most=15):
+    lines = judged(file, bandwidth)
     print(f"{len(lines)} problems over {len({tuple(line['shape']) for line in lines})} shapes")
     for line in lines:
         if "wrong" in line:
             print("wrong:", line)
-    for key, limit in (("regret", 0.05), ("of eager", 1.0), ("of cublas", 1.0)):
+    for key, limit in (("regret", 0.05), ("of peer", 1.0), ("of cublas", 1.0)):
         over = sorted((line for line in lines if line[key] > limit), key=lambda line: -line[key])
         middle = statistics.median(line[key] for line in lines)
         print(f"\n{key} over {limit}: {len(over)} of {len(lines)}; median {middle:.3f}")
@@ -329,7 +334,7 @@ if __name__ == "__main__":
         limit, skip = float((*sys.argv[2:3], 110)[0]), int((*sys.argv[3:4], 0)[0])
         measure(limit, skip, sys.argv[4:] or list(DTYPES))
     elif sys.argv[1:2] == ["judge"]:
-        judge(sys.argv[2])
+        judge(*sys.argv[2:4])
     elif sys.argv[1:2] == ["fit"]:
         fit(*sys.argv[2:4])
     else:

@@ -144,7 +144,7 @@ class Tile(NamedTuple):
 def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> Tile:
     """Return the cheapest tile for forward_sm90. Its time is that on an H200.
 
-    Slower memory counts where that was measured: among 16-bit tiles of "training" and "recompute".
+    Slower memory counts where it was measured: in 16 bits, among tiles of "training" and "recompute" or of "inference".
     """
     found, limits = candidates(p, mode, element, call), p.limits
     for fits in (
@@ -158,9 +158,10 @@ def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> T
     # Of two clusters that have all rows, the one with twice as many CTAs and half the rows per CTA was faster.
     whole = {(tile.mode, tile.element, *tile.shape) for tile in found if tile.mode == "cluster_batch"}
     best = min(t for t in found if (t.mode, t.element, t.block_m // 2, 2 * t.cluster) not in whole)
-    alike, rates = [t for t in found if t.mode != "cluster_batch" and t.split == 1], H200.on(p.device)
-    if mode != "training" or best not in alike or ITEMSIZE[p.dtype] > 2 or p.device.bandwidth == 1.0:
+    alike = [t for t in found if mode == "inference" or (t.mode != "cluster_batch" and t.split == 1)]
+    if mode == "gemm" or best not in alike or ITEMSIZE[p.dtype] > 2 or p.device.bandwidth == 1.0:
         return best
+    rates = H200.on(p.device, mode)
     return min(alike, key=lambda t: (tile_of(p, t.mode, element, *t.shape, call=call, rates=rates) or t).us)
 
 

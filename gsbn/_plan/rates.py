@@ -77,10 +77,16 @@ class Rates(NamedTuple):
     y_cublas_rate: tuple[float, float]  # the g that normalize reads, and the y that it writes
     l2_mb: float  # operands up to this size stay in L2, and g up to 0.8 times this
 
-    def on(self, device: Device) -> Rates:
-        """Return the rates of a forward in training on a device with slower or faster memory than an H200's."""
+    def on(self, device: Device, mode: str) -> Rates:
+        """Return the rates of a forward of 16 bits on a device with slower or faster memory than an H200's.
+
+        Modes "training" and "inference" were measured on an H100, whose L2 feeds tiles more slowly, too.
+        """
         if device.bandwidth == 1.0:
             return self
+        if mode == "inference":
+            l2_rate, off_line = self.l2_rate * device.bandwidth, self.off_line / device.bandwidth**0.5
+            return self._replace(l2_rate=l2_rate, off_line=off_line)
         y_rate = self.y_rate | {"training": self.y_rate["training"] * device.bandwidth}
         deferred_rate, copy_rate = self.deferred_rate * device.bandwidth, self.copy_rate * device.bandwidth
         return self._replace(y_rate=y_rate, deferred_rate=deferred_rate, copy_rate=copy_rate)
