@@ -91,12 +91,11 @@ struct Features {  // the caller's per-feature arguments
         return {s.or_else(number), g.or_else(1.0f), b.or_else(0.0f)};
     }
 
-    // The KIND_ of all vectors that are given, if they have the same and each is contiguous or one number; otherwise
-    // KIND_ABSENT.
+    // The KIND_ of the vectors that are given, if it is the same for all, and each is contiguous or one number;
+    // otherwise KIND_ABSENT.
     __device__ int common_kind() const {
         long long any = 0, all = -1;
-        for (long long code :
-             {bias.code, scale.code, gamma.code, beta.code, (long long)running_mean.code, (long long)running_var.code})
+        for (long long code : {bias.code, scale.code, gamma.code, beta.code, running_mean.code, running_var.code})
             any |= code, all &= code ? code : -1;
         return any <= 15 && any >= 0 && (any & 7) == (all & 7) ? int(any & 7) : KIND_ABSENT;
     }
@@ -111,8 +110,7 @@ struct Features {  // the caller's per-feature arguments
     }
     __device__ Frozen frozen(const FrozenArguments& of) const {
         const auto& [u, b, rm, rv] = of;
-        const float gr = u.gamma * __frsqrt_rn(rv + eps);
-        const float a = multiply_no_ftz(gr, u.scale);
+        const float gr = u.gamma * __frsqrt_rn(rv + eps), a = multiply_no_ftz(gr, u.scale);
         if constexpr (!BY_LIMBS) {
             return {a, fmaf(gr, fmaf(u.scale, b, -rm), u.beta), 0.0f};
         } else {
