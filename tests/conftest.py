@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and (reason := no_gpu()):
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+_lost: list[str] = []  # the test whose kernel accessed memory out of bounds: CUDA then fails in all of the process
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    if not _lost and call.excinfo is not None and "illegal memory access" in str(call.excinfo.value):
+        _lost.append(item.nodeid)
+    return (yield)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if _lost and item.get_closest_marker("gpu"):
+        pytest.fail(f"not run: the GPU is lost since {_lost[0]}", pytrace=False)
 
 
 @pytest.fixture(params=[*CPU_KINDS, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in GPU_KINDS)])
