@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
         }
         if constexpr (MODE == MODE_CLUSTER_BATCH) {
             __syncwarp();
-            cta.begin();
+            cta.begin();  // most lanes of warp 0 have loaded nothing, and so have not waited yet
             cta.merge(lane, rank, (warp + 3) % MERGERS);  // warp 0 comes last, when it has loaded everything
         }
         if constexpr (DEFERS) {

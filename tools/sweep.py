@@ -29,9 +29,10 @@ from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.cost import copies_us, cublas_us
 from gsbn._plan.forward_path import after_product
-from gsbn._plan.gemm import LEAST_TERMS, candidates, for_cublas, for_sm90, tile_of
+from gsbn._plan.gemm import LEAST_TERMS, for_cublas, for_sm90
 from gsbn._plan.h200 import H200
 from gsbn._plan.skinny import serves_skinny, skinny_forward
+from gsbn._plan.sm90_tiles import candidates, tile_of
 from gsbn._plan.sm90_variants import MODES as KERNEL_MODES
 
 DTYPES = {

@@ -10,10 +10,8 @@ from .declared import flags
 from .gemm import (
     LEAST_TERMS,
     OneLaunch,
-    cheapest_tile,
     cublas_obstacle,
     for_cublas,
-    is_mn_major,
     mostly_writes,
     one_launch,
     sm90_obstacle,
@@ -26,6 +24,7 @@ from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .products import Limbs, reduce_split_k, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program
 from .skinny import for_skinny, skinny_product_for
+from .sm90_tiles import cheapest_tile, is_mn_major
 from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
 from .sources import Kernel
 from .split_k import Tall, tall

@@ -9,7 +9,7 @@ from .copies import in_rows, start_on_words, vector_rows, whole_words
 from .declared import flags
 from .forward_passes import divide
 from .forward_path import gemm_for, mode_of, one_pass_serves, stores_vectors_alone, taken_by
-from .gemm import OfCall, OneLaunch, one_launch, tiled
+from .gemm import OneLaunch, one_launch, tiled
 from .limbs import Splits, lay_out, split_of
 from .problem import (
     INT32_MAX,
@@ -32,6 +32,7 @@ from .problem import (
 from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
 from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
+from .sm90_tiles import OfCall
 from .sm90_variants import SM90_THREADS, adding_residual, by_limbs, element_for, may_add_residual, saving_vectors
 from .sources import with_activation, with_ghosts, with_renorm
 from .tensor_maps import map_arguments

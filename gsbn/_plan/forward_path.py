@@ -6,9 +6,10 @@ from typing import Literal
 
 from .copies import in_rows
 from .cost import copies_us, cublas_us, passes_us
-from .gemm import LEAST_TERMS, OfCall, cheapest_tile, cublas_obstacle, for_cublas, for_sm90, for_tiled, sm90_obstacle
+from .gemm import LEAST_TERMS, cublas_obstacle, for_cublas, for_sm90, for_tiled, sm90_obstacle
 from .problem import ITEMSIZE, Matmul
 from .skinny import rematerializes, serves_skinny, skinny_forward
+from .sm90_tiles import OfCall, cheapest_tile
 from .sm90_variants import element_for
 from .variants import FEW_FEATURES
 

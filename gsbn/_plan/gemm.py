@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
-from .copies import adjacent, copy_along, in_rows, on_words, whole_words
-from .cost import copies_us, copy_us, one_launch_us, product_us, recompute_us, split_us
+from .copies import adjacent, copy_along, in_rows, on_words
+from .cost import copies_us, product_us
 from .declared import reciprocal
-from .h200 import H200
-from .h200_products import PRODUCTS
 from .limbs import limb_pitch, split_grid
 from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, deviations_dtype, round_up
-from .rates import Rates
+from .sm90_tiles import PLAIN, OfCall, cheapest_tile, mn_major_operands, panel_of
 from .sm90_variants import (
-    BLOCKS_M,
-    CLUSTER_BATCH_TILES,
-    CLUSTERS,
-    COLUMN,
-    LIMBS_RS_TILES,
-    RANKS_CLUSTERS,
     SM90_BLOCK_N,
-    SPLIT_K_TILES,
-    SPLIT_K_TILES_BY_MODE,
     by_limbs,
     element_for,
     forward_sm90,
-    largest_block,
-    occupancy,
     renormalising,
     statistics_words,
 )
@@ -35,9 +22,6 @@ from .sources import Kernel
 from .variants import FEW_FEATURES, TILES, gemm_tiled, split_limbs
 
 CUBLAS_SMS = 16  # the least SM target given to cuBLAS; with a target of 1 it ended the process (a division by zero)
-# Split-k needs so many steps of 128 bytes of k per CTA: with fewer, the exchange of sums costs more.
-SPLIT_K_LEAST_STEPS = 8
-PANEL_MB = 40.0  # mode "gemm" takes its tiles in square panels if the operands have more MB than this
 # With up to so many terms in a sum, a product takes about as long as writing its result. Tiles then go row by row, and
 # forward_sm90 computes dw, since cuBLAS would clear memory first.
 FEW_TERMS = 512
@@ -114,143 +98,6 @@ class OneLaunch(NamedTuple):
         return self.clusters * self.cluster * self.split
 
 
-class OfCall(NamedTuple):
-    """What the launch of forward_sm90 depends on in addition to its product."""
-
-    prepared: bool = False  # the weight's limbs exist
-    saves: bool = False  # it also writes the deviations
-    reads_count: bool = False  # it reads the number of batches so far
-    ranks: bool = False  # ranks share the batch, and their statistics arrive during the launch
-    renorm: bool = False  # batch renormalisation
-
-
-PLAIN = OfCall()
-
-
-class Tile(NamedTuple):
-    us: float
-    block_m: int
-    cluster: int
-    clusters: int
-    mode: str
-    split: int = 1  # CTAs that share k
-    element: str = ""  # one of `sm90_variants.ELEMENTS`
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.block_m, self.cluster, self.split)[: 2 + (self.split > 1)]
-
-
-def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> Tile:
-    """Return the cheapest tile for forward_sm90. Its time is that on an H200.
-
-    Slower memory counts where it was measured: in 16 bits, among tiles of "training" and "recompute" or of "inference".
-    """
-    found, limits = candidates(p, mode, element, call), p.limits
-    for fits in (
-        lambda tile: limits.sm90 in (None, tile.shape),
-        lambda tile: limits.split in (None, tile.split > 1),
-        lambda tile: limits.recompute in (None, tile.mode == "recompute"),
-        lambda tile: limits.cluster_batch in (None, tile.mode == "cluster_batch"),
-        lambda tile: limits.limbs_rs in (None, tile.element == "limbs_rs"),
-    ):
-        found = list(filter(fits, found)) or found
-    # Of two clusters that have all rows, the one with twice as many CTAs and half the rows per CTA was faster.
-    whole = {(tile.mode, tile.element, *tile.shape) for tile in found if tile.mode == "cluster_batch"}
-    best = min(t for t in found if (t.mode, t.element, t.block_m // 2, 2 * t.cluster) not in whole)
-    alike = [t for t in found if mode == "inference" or (t.mode != "cluster_batch" and t.split == 1)]
-    if mode == "gemm" or best not in alike or ITEMSIZE[p.dtype] > 2 or p.device.bandwidth == 1.0:
-        return best
-    rates = H200.on(p.device, mode)
-    return min(alike, key=lambda t: (tile_of(p, t.mode, element, *t.shape, call=call, rates=rates) or t).us)
-
-
-def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list[Tile]:
-    """Return all tiles that forward_sm90 can have, each with its expected time.
-
-    If the weight's limbs are not prepared, "limbs_rs" makes them in registers. Training has two more modes:
-    "recompute", and "cluster_batch", where a cluster has all rows. Clusters of "cluster_batch" do not wait for each
-    other, so this mode cannot serve if all clusters read the count of batches, which one of them raises.
-    """
-    prepared, _, reads_count, ranks, _ = call
-    tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, RANKS_CLUSTERS if ranks else CLUSTERS)]
-    tiles += SPLIT_K_TILES_BY_MODE.get(mode, ()) if not ranks else ()
-    found = [(mode, *tile) for tile in tiles]
-    if mode == "training" and not ranks:
-        found += [("recompute", *tile) for tile in tiles]
-    modes_rs = [mode]
-    if mode == "training" and not (ranks or reads_count):
-        modes_rs += ["cluster_batch"]
-        found += [("cluster_batch", *tile, 1) for tile in CLUSTER_BATCH_TILES] + [
-            ("cluster_batch", m, 1, split) for m, split in SPLIT_K_TILES
-        ]
-    variants = [(element, *variant) for variant in found]
-    if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
-        variants += [("limbs_rs", mode_rs, *tile) for mode_rs in modes_rs for tile in LIMBS_RS_TILES]
-    tiles_of = (tile_of(p, mode_, element_, *tile, call=call) for element_, mode_, *tile in variants)
-    return [tile for tile in tiles_of if tile is not None]
-
-
-def tile_of(
-    p: Matmul,
-    mode: str,
-    element: str,
-    block_m: int,
-    cluster: int,
-    split: int = 1,
-    *,
-    call: OfCall = PLAIN,
-    rates: Rates | None = None,
-) -> Tile | None:
-    """Return the tile with its expected time, including limbs, and the clusters of its grid.
-
-    Returns None if forward_sm90 cannot have the tile.
-    """
-    rates = rates or (PRODUCTS if mode == "gemm" else H200)
-    if element == "limbs_rs" and not _takes_weight_as_it_lies(p, mode):
-        return None
-    largest = largest_block(element)
-    if block_m > largest or (mode == "recompute" and block_m < largest):
-        return None
-    if mn_major_operands(p, mode, element)[0] and block_m // cluster < COLUMN:
-        return None
-    # The CTAs of a cluster that do not share k have adjacent tiles: below each other, or side by side.
-    of_rows, of_columns = (cluster, 1) if mode == "cluster_batch" else (1, cluster)
-    rows, columns = block_m * split * of_rows, SM90_BLOCK_N * of_columns
-    tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns)
-    two = occupancy(element, mode, block_m, cluster * split) == 2
-    at_once = p.device.ctas(2) if two else p.device.clusters(cluster * split)
-    if at_once == 0:
-        return None
-    if mode == "cluster_batch" and (p.m > rows or tiles > at_once):  # a cluster has one tile, with all rows
-        return None
-    # With split-k there is one wave, since the pipeline takes no second tile.
-    steps = ceil_div(p.k * (2 if by_limbs(element) else ITEMSIZE[p.dtype]), 128)
-    if split > 1 and (tiles > at_once or steps < SPLIT_K_LEAST_STEPS * split):
-        return None
-    # In mode "recompute" a cluster has the same features in all its tiles.
-    blocks = ceil_div(p.n, columns) if mode == "recompute" else 1
-    if blocks > at_once:
-        return None
-    waves = ceil_div(tiles // blocks, at_once // blocks)
-    # Take the fewest clusters that need no more waves: fewer busy SMs draw less power, and can clock higher.
-    clusters = ceil_div(tiles // blocks, waves) * blocks
-    if mode == "training" and split == 1 and waves > 1:  # if possible, a cluster stays in one column of a panel
-        in_whole_panels = round_up(clusters, _panel(p, mode, element))
-        clusters = in_whole_panels if in_whole_panels <= at_once else clusters
-    if mode != "recompute":
-        tile = block_m, cluster, waves, clusters
-        us = one_launch_us(p, mode, element, *tile, saves=call.saves, split=split, rates=rates)
-    elif waves > 1:
-        us = recompute_us(p, element, cluster, waves, saves=call.saves, rates=rates)
-    else:  # all tiles stay in registers: there is nothing to recompute
-        return None
-    us += split_us(p, element, prepared=call.prepared, rates=rates)
-    if mode == "training" and waves > 1 and not whole_words(p.y, p.n, ITEMSIZE[p.dtype]):
-        us += copy_us(p.m * p.n * ITEMSIZE[p.dtype], rates=rates)  # deferred tiles wait in other memory than y
-    return Tile(us, block_m, cluster, clusters, mode, split, element)
-
-
 def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wide: bool = False) -> OneLaunch:
     """Return the launch of forward_sm90 in this mode, with the tile of least cost.
 
@@ -263,7 +110,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
     _, block_m, cluster, clusters, mode, split, element = tile
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     by_rows = mode == "recompute" or (mode == "gemm" and mostly_writes(p))
-    panel = columns if by_rows else _panel(p, mode, element)
+    panel = columns if by_rows else panel_of(p, mode, element)
     defers = mode == "training" and split == 1 and rows * columns > clusters
     order = TileOrder.of(ceil_div(rows, split), columns, panel, training=mode == "training")
     in_panels, in_parts = order.grouped * cluster, [rows, rows]
@@ -308,42 +155,6 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
 
 def mostly_writes(p: Matmul) -> bool:
     return p.k <= FEW_TERMS
-
-
-def _panel(p: Matmul, mode: str, element: str) -> int:
-    """Return the columns of tiles in a panel, which clusters take together.
-
-    A wider panel reads x less often, but reads more of w.
-    """
-    if mode == "gemm" and not by_limbs(element):
-        return 8 if (p.m + p.n) * p.k * ITEMSIZE[p.dtype] > 1e6 * PANEL_MB else 2
-    return 1 if p.m <= 8192 else 2 if mode == "training" and not by_limbs(element) else 4
-
-
-def mn_major_operands(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
-    """Return whether x, and whether the weight, is MN-major for forward_sm90.
-
-    Operands can be MN-major only in mode "gemm"; limbs never are.
-    """
-    if mode != "gemm" or element in ("tf32", "limbs"):
-        return False, False
-    return element != "limbs_rs" and p.x.strides[1] != 1, p.w.strides[1] != 1
-
-
-def _takes_weight_as_it_lies(p: Matmul, mode: str) -> bool:
-    """Return whether "limbs_rs" can take the float32 weight without a copy: K-major, and MN-major in mode "gemm".
-
-    It does not serve dw, whose x is MN-major: there making limbs of long columns costs what it saves.
-    """
-    if mode != "gemm":
-        return on_words(p.w, p.k, 4)
-    return p.x.strides[1] == 1 and (on_words(p.w, p.k, 4) or is_mn_major(p))
-
-
-def is_mn_major(p: Matmul) -> bool:
-    """Return whether forward_sm90 can take the weight as an MN-major operand."""
-    size = ITEMSIZE[p.dtype]
-    return on_words(p.w.T, p.n, size) and p.w.strides[1] * size < 2**40
 
 
 def limbs_of_rows(m: int, n: int, k: int, start: int, device: Device) -> LimbsOfRows:

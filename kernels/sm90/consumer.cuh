@@ -63,20 +63,20 @@ struct Consumer : EpilogueStore {
         constexpr int NEXT_STAGE = STAGE_BYTES / 16;  // added to a descriptor
         const u64 first_a = W::descriptor(sh.stage[0] + half * (64 * 128)),
                   first_b = X::descriptor(sh.stage[0] + W_BYTES);
-        u64 at = s * NEXT_STAGE;
+        u64 offset = s * NEXT_STAGE;
         bool full = mbar_test(&sh.full[s], phase);
         int before = 0;  // the stage before s
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             if (!full) mbar_wait(&sh.full[s], phase);
-            const u64 a = first_a + at, b = first_b + at;
+            const u64 a = first_a + offset, b = first_b + offset;
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < BLOCK_K / MMA_K; ++j) multiply_add(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
             wgmma_commit();
             const int stage = s;
             next_stage(step);
-            at = s == 0 ? 0 : at + NEXT_STAGE;
+            offset = s == 0 ? 0 : offset + NEXT_STAGE;
             full = mbar_test(&sh.full[s], phase);
             if (step > 0) {
                 wgmma_wait<1>();

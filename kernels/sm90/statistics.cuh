@@ -97,6 +97,7 @@ struct Features {  // the caller's per-feature arguments
         long long any = 0, all = -1;
         for (long long code : {bias.code, scale.code, gamma.code, beta.code, running_mean.code, running_var.code})
             any |= code, all &= code ? code : -1;
+        // a code is 8 strides + KIND_: from 8 on for a stride of 1
         return any <= 15 && any >= 0 && (any & 7) == (all & 7) ? int(any & 7) : KIND_ABSENT;
     }
     // What Frozen follows from. V is the type of all vectors (common_kind), or void: then it takes any vectors, and so

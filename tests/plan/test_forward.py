@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gsbn._plan import INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, precision_for
-from gsbn._plan.gemm import MAX_TERMS, candidates
+from gsbn._plan.gemm import MAX_TERMS
 from gsbn._plan.problem import row_threads_for
+from gsbn._plan.sm90_tiles import candidates
 from tests.plan.fits import FIELDS, assert_fits, contiguous, is_cluster_batch, is_recompute, problems, saved_dtype
 from tests.plan.seen import backward_plan, offset_of, plan
 from tests.support.harness import DTYPES

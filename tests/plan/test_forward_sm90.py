@@ -15,7 +15,8 @@ from gsbn._cuda import driver as _driver
 from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix
 from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.declared import reciprocal
-from gsbn._plan.gemm import OfCall, TileOrder, candidates
+from gsbn._plan.gemm import TileOrder
+from gsbn._plan.sm90_tiles import OfCall, candidates
 from gsbn._plan.sm90_variants import ELEMENTS, LIMBS_RS_TILES, MODES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
 from tests.plan.fits import (
     FIELDS,
