@@ -19,7 +19,9 @@
 //
 // Clusters. Two CTAs with neighbouring features form a cluster. Each loads its own w tile and half of the x tile, and
 // multicasts that half to both. In MODE_CLUSTER_BATCH up to 16 CTAs with neighbouring rows form one: each loads its own
-// x tile and multicasts a part of the w tile. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ...
+// x tile and multicasts a part of the w tile. In MODE_INFERENCE a cluster may have both: CLUSTER by CLUSTER_M tiles,
+// whose CTAs load a part of both tiles and multicast them, x to the CTAs beside them and w to those above and below.
+// That is less to load, from L2 and for TMA, which is slow where rows do not start on 32 bytes. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ...
 // (TileScheduler).
 //
 // Split k. Where there are few tiles and k is long, the CTAs of a cluster have SPLIT_K tiles, one below the other. Each
@@ -196,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
 #if CHANNELS_FIRST
     const int rows_of_tiles = int(p.tiles);
 #else
-    const int rows = BLOCK_M * W_SHARERS;  // rows of the tiles of a cluster
+    const int rows = MODE == MODE_CLUSTER_BATCH ? BLOCK_M * W_SHARERS : BLOCK_M;
     const int splits = K_IN_SAMPLES ? int(p.parts_alone) : 1;
     const int rows_of_tiles = splits * int((m + rows - 1) / rows);
 #endif
@@ -260,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
         tma_prefetch(&x_map), tma_prefetch(&w_map), tma_prefetch(&y_map);
         for (int s = 0; s < STAGES; ++s) {
             mbar_init(&sh.full[s], 1);
-            mbar_init(&sh.empty[s], CLUSTER * CONSUMERS / 32);  // every consumer warp of every CTA arrives
+            mbar_init(&sh.empty[s], SHARERS * CONSUMERS / 32);  // every consumer warp of these CTAs arrives
         }
         mbar_init(&sh.agreed, 1);
         mbar_init(&sh.arguments_ready, 32);

@@ -41,6 +41,7 @@ from gsbn._plan.sm90_variants import (
     ELEMENTS,
     LIMBS_RS_TILES,
     MODES,
+    SHARING_TILES,
     SPLIT_K_TILES,
     SPLIT_K_TILES_BY_MODE,
 )
@@ -255,7 +256,7 @@ def fold(dtype):
     agree(w, reference.fold(**{name: host[name] for name in frozen})[0])
 
 
-def sm90(element, mode, block_m, cluster, saves=False, activation=None, ranks=False, split=1):
+def sm90(element, mode, block_m, cluster, saves=False, activation=None, ranks=False, split=1, cluster_m=1):
     dtype = element if element in ("float16", "bfloat16") else "float32"
     precision = "high" if element == "tf32" else "highest"
     again, whole, of_x = mode == "recompute", mode == "cluster_batch", element == "limbs_rs"
@@ -266,6 +267,9 @@ def sm90(element, mode, block_m, cluster, saves=False, activation=None, ranks=Fa
     if split > 1:  # two by two clusters; those of the second row have one tile of rows
         within = limits(sms=32, sm90=(block_m, cluster, split), split=True, cluster_batch=whole, limbs_rs=of_x)
         shape = (split + (not whole)) * block_m - 5, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N
+    if cluster_m > 1:  # two by two clusters, of which the last have some tiles only
+        within = limits(sms=32, sm90=(block_m, cluster, split, cluster_m))
+        shape = (2 * cluster_m - 1) * block_m - 5, 136, (2 * cluster - 1) * _plan.SM90_BLOCK_N
     for last in (40, 37):  # rows of y on 16 bytes, and not
         last_shape = *shape[:2], shape[2] + last
         if mode == "gemm":
@@ -361,6 +365,10 @@ def variants():
             name = "sm90 {} {} {}x{}x{}".format(element, mode, *tile)
             end = " saves" * saves + (f" {activation}" if activation else "")
             yield name + end, sm90, (element, mode, *tile[:2], saves, activation, False, tile[2])
+    for element, tile, activation in product(("float16", "bfloat16"), SHARING_TILES, of_y):
+        name = f"sm90 {element} inference " + "x".join(map(str, tile))
+        choice = (element, "inference", *tile[:2], False, activation, False, *tile[2:])
+        yield name + (f" {activation}" if activation else ""), sm90, choice
     for tile in LIMBS_RS_TILES:
         yield "sm90 limbs_rs gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
     for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):

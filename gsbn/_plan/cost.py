@@ -24,6 +24,7 @@ def one_launch_us(
     *,
     saves: bool,
     split: int = 1,
+    cluster_m: int = 1,
     rates: Rates = H200,
 ) -> float:
     """Return the time of forward_sm90: the fixed costs of a call, and `waves` of tiles with a mainloop and an epilogue.
@@ -36,8 +37,9 @@ def one_launch_us(
     """
     m, n, k, dtype, *_ = p
     # CTAs that share a tile of x, and of w
-    x_sharers, w_sharers = (1, cluster) if mode == "cluster_batch" else (cluster, 1)
-    rows, ctas, product_m = ceil_div(m, block_m * w_sharers), clusters * cluster * split, split * block_m
+    x_sharers, w_sharers = (1, cluster) if mode == "cluster_batch" else (cluster, cluster_m)
+    of_cluster = cluster * cluster_m * split
+    rows, ctas, product_m = ceil_div(m, block_m * w_sharers), clusters * of_cluster, split * block_m
     limbs = 2 if by_limbs(element) else 1
     size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # bytes of an operand's element
     width = min(n, SM90_BLOCK_N)  # features of a tile
@@ -59,10 +61,10 @@ def one_launch_us(
     steps = ceil_div(ceil_div(k * size, 128), split)
     asking = min(ctas, p.device.sms) / p.device.sms
     latency = cold * rates.memory_us + (1 - cold) * rates.l2_us * asking**rates.crowd
-    latency += rates.sharing_us * (cluster - 1)
-    two = occupancy(element, mode, block_m, cluster * split) == 2
+    latency += rates.sharing_us * (cluster * cluster_m - 1)
+    two = occupancy(element, mode, block_m, of_cluster) == 2
     # If the GPU has room for as many clusters again, the next launch begins while this one runs.
-    overlaps = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
+    overlaps = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(of_cluster))
     in_flight = stages(element, mode, block_m, cluster, split)
     if two and overlaps and mode == "inference" and cold < 0.5 and not (p.x.own or p.w.own):
         in_flight *= 2  # an SM has a CTA of each; both pipelines fill at once, but not in training or from memory
@@ -77,6 +79,8 @@ def one_launch_us(
     largest = ITEMSIZE[dtype] == 2 and block_m == largest_block(element)
     if mode == "training" and largest and cluster == split == 1 and n > SM90_BLOCK_N:
         tile *= rates.alone[mode]  # a CTA of a pair loads half of a tile of x
+    if waves > 1 and block_m & (block_m - 1):
+        tile *= rates.short_passes
     if split > 1:
         sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums that each CTA receives
         tile += rates.exchange_us + sent / rates.exchange_rate
@@ -90,8 +94,8 @@ def one_launch_us(
         before_epilogue = rates.constants_us * ceil_div(warps, 3) if mode == "inference" else 0.0
         next_tile = max(tile - stored, stored)  # storing y overlaps with the next tile
     us: float = rates.call_us[mode] + tile + (waves - 1) * next_tile + before_epilogue
-    if cluster * split > 1:
-        us += rates.cluster_us[cluster * split]
+    if of_cluster > 1:
+        us += rates.cluster_us[of_cluster]
     return us - rates.early_us if overlaps else us
 
 

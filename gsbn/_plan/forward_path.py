@@ -7,6 +7,7 @@ from typing import Literal
 from .copies import in_rows
 from .cost import copies_us, cublas_us, passes_us
 from .gemm import LEAST_TERMS, cublas_obstacle, for_cublas, for_sm90, for_tiled, sm90_obstacle
+from .h200 import H200
 from .problem import ITEMSIZE, Matmul
 from .skinny import rematerializes, serves_skinny, skinny_forward
 from .sm90_tiles import OfCall, cheapest_tile
@@ -81,7 +82,9 @@ def _fastest(
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
-        by_cublas = cublas_us(theirs, element, after, saves=call.saves) + copies_us(theirs)
+        in_16_bits = ITEMSIZE[p.dtype] == 2 and not training
+        rates = H200.on(p.device, "inference") if in_16_bits else H200  # as those of cheapest_tile
+        by_cublas = cublas_us(theirs, element, after, saves=call.saves, rates=rates) + copies_us(theirs)
         if separate and element != "limbs":
             return "cublas", f"{separate} come between two launches, which leaves a bare GEMM", by_cublas
         if element == "limbs" and p.k < LEAST_TERMS:

@@ -90,12 +90,13 @@ class OneLaunch(NamedTuple):
     epoch: int
     workspace: int
     wide: bool = False  # y is float32 although x has 16 bits
+    cluster_m: int = 1
     shares_weight: bool = False  # a cluster shares a tile of the weight, not of x
     defers: bool = False  # some tiles have a deferred epilogue: they wait in y, in words of 16 bytes
 
     @property
     def ctas(self) -> int:
-        return self.clusters * self.cluster * self.split
+        return self.clusters * self.cluster * self.cluster_m * self.split
 
 
 def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wide: bool = False) -> OneLaunch:
@@ -107,12 +108,12 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
     m, n, k = p.m, p.n, p.k
     prepared, saves, reads_count, ranks, renorm = call
     tile = cheapest_tile(p, mode, element_for(p.dtype, precision), call)
-    _, block_m, cluster, clusters, mode, split, element = tile
+    _, block_m, cluster, clusters, mode, split, element, cluster_m = tile
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     by_rows = mode == "recompute" or (mode == "gemm" and mostly_writes(p))
     panel = columns if by_rows else panel_of(p, mode, element)
     defers = mode == "training" and split == 1 and rows * columns > clusters
-    order = TileOrder.of(ceil_div(rows, split), columns, panel, training=mode == "training")
+    order = TileOrder.of(ceil_div(rows, split * cluster_m), columns, panel, training=mode == "training")
     in_panels, in_parts = order.grouped * cluster, [rows, rows]
     if defers:  # a CTA stays in one column of a panel if the panel's width divides the number of clusters
         in_parts = [min(rows, clusters // width) if clusters % width == 0 else rows for width in (panel, 1)]
@@ -125,14 +126,14 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         words = (order.parts_alone if mode == "recompute" else rows) * blocks
         words += in_panels * in_parts[0] + (blocks - in_panels) * in_parts[1] if defers else 0
         merged, epoch = statistics_words(words, blocks, saves=saves)
-        workspace = epoch + round_up(8 * (1 + clusters * cluster * split), 256)
+        workspace = epoch + round_up(8 * (1 + clusters * cluster * split * cluster_m), 256)
     made = None
     if by_limbs(element) and mode != "gemm":  # for "gemm", limbs.py lays out the limbs
         of_w = 0 if prepared or element == "limbs_rs" else n
         made = limbs_of_rows(m, of_w, k, workspace, p.device)
         workspace = made.w_exponents + 4 * of_w
     kernel = forward_sm90(
-        element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split
+        element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split, cluster_m
     )
     return OneLaunch(
         kernel=renormalising(kernel) if renorm else kernel,
@@ -148,6 +149,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         epoch=epoch,
         workspace=workspace,
         wide=wide,
+        cluster_m=cluster_m,
         shares_weight=mode == "cluster_batch",
         defers=defers,
     )

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .problem import Device
+
+# Rates of inference in 16 bits that were fitted to docs/results/sweep_h100.jsonl, and those of one mode
+H100_INFERENCE: dict[str, Any] = {
+    "sharing_us": 0.0567,
+    "tma_rate": {True: 0.149, False: 0.0764},
+    "cluster_us": {2: 0.357, 4: 0.104, 8: 0.222, 16: 0.907},
+    "exchange_rate": 0.0339,
+    "exchange_us": 0.0117,
+    "l2_us": 0.459,
+    "step_us": 0.103,
+    "early_us": 0.883,
+    "constants_us": 0.0006,
+    "short_passes": 1.16,
+}
+H100_INFERENCE_OF_MODE = {"call_us": 2.54, "tile_us": 0.332, "row_us": 0.0034}
 
 
 class Rates(NamedTuple):
@@ -43,6 +58,7 @@ class Rates(NamedTuple):
     # By mode: factor on the largest tiles if several blocks of features each load the whole tile of x. "training": 16
     # bits alone.
     alone: dict[str, float]
+    short_passes: float  # if a CTA has several tiles: factor on those of 96, 160 or 192 rows, stored 32 rows at a time
     tile_statistics_us: float  # mode "recompute": per tile, its statistics
     held_flops: float  # mode "recompute", 16 bits: the rate to which the power limit holds long launches back to back
     copy_rate: float  # data that is read and written once, in order
@@ -85,8 +101,14 @@ class Rates(NamedTuple):
         if device.bandwidth == 1.0:
             return self
         if mode == "inference":
-            l2_rate, off_line = self.l2_rate * device.bandwidth, self.off_line / device.bandwidth**0.5
-            return self._replace(l2_rate=l2_rate, off_line=off_line)
+            hot, cold = self.y_cublas_rate
+            of_mode = {name: getattr(self, name) | {mode: us} for name, us in H100_INFERENCE_OF_MODE.items()}
+            return self._replace(
+                l2_rate=self.l2_rate * device.bandwidth,
+                y_cublas_rate=(hot * device.bandwidth, cold * device.bandwidth),
+                **H100_INFERENCE,
+                **of_mode,
+            )
         y_rate = self.y_rate | {"training": self.y_rate["training"] * device.bandwidth}
         deferred_rate, copy_rate = self.deferred_rate * device.bandwidth, self.copy_rate * device.bandwidth
         return self._replace(y_rate=y_rate, deferred_rate=deferred_rate, copy_rate=copy_rate)

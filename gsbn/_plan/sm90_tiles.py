@@ -18,6 +18,7 @@ from .sm90_variants import (
     COLUMN,
     LIMBS_RS_TILES,
     RANKS_CLUSTERS,
+    SHARING_TILES,
     SM90_BLOCK_N,
     SPLIT_K_TILES,
     SPLIT_K_TILES_BY_MODE,
@@ -52,10 +53,15 @@ class Tile(NamedTuple):
     mode: str
     split: int = 1  # CTAs that share k
     element: str = ""  # one of `sm90_variants.ELEMENTS`
+    cluster_m: int = 1  # CTAs that share a tile of the weight
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.block_m, self.cluster, self.split)[: 2 + (self.split > 1)]
+        return self.sizes[: 4 if self.cluster_m > 1 else 3 if self.split > 1 else 2]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.block_m, self.cluster, self.split, self.cluster_m
 
 
 def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> Tile:
@@ -79,7 +85,9 @@ def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> T
     if mode == "gemm" or best not in alike or ITEMSIZE[p.dtype] > 2 or p.device.bandwidth == 1.0:
         return best
     rates = H200.on(p.device, mode)
-    return min(alike, key=lambda t: (tile_of(p, t.mode, element, *t.shape, call=call, rates=rates) or t).us)
+    again = [(tile_of(p, t.mode, element, *t.sizes, call=call, rates=rates) or t, t) for t in alike]
+    there, tile = min(again)
+    return there if mode == "inference" else tile
 
 
 def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list[Tile]:
@@ -90,21 +98,21 @@ def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list
     other, so this mode cannot serve if all clusters read the count of batches, which one of them raises.
     """
     prepared, _, reads_count, ranks, _ = call
-    tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, RANKS_CLUSTERS if ranks else CLUSTERS)]
+    clusters = RANKS_CLUSTERS if ranks else CLUSTERS
+    tiles: list[tuple[int, ...]] = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, clusters)]
+    tiles += SHARING_TILES if mode == "inference" and ITEMSIZE[p.dtype] == 2 else ()
     tiles += SPLIT_K_TILES_BY_MODE.get(mode, ()) if not ranks else ()
-    found = [(mode, *tile) for tile in tiles]
+    found = [(element, mode, tile) for tile in tiles]
     if mode == "training" and not ranks:
-        found += [("recompute", *tile) for tile in tiles]
+        found += [(element, "recompute", tile) for tile in tiles]
     modes_rs = [mode]
     if mode == "training" and not (ranks or reads_count):
         modes_rs += ["cluster_batch"]
-        found += [("cluster_batch", *tile, 1) for tile in CLUSTER_BATCH_TILES] + [
-            ("cluster_batch", m, 1, split) for m, split in SPLIT_K_TILES
-        ]
-    variants = [(element, *variant) for variant in found]
+        whole = [(*tile, 1) for tile in CLUSTER_BATCH_TILES] + [(m, 1, split) for m, split in SPLIT_K_TILES]
+        found += [(element, "cluster_batch", tile) for tile in whole]
     if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
-        variants += [("limbs_rs", mode_rs, *tile) for mode_rs in modes_rs for tile in LIMBS_RS_TILES]
-    tiles_of = (tile_of(p, mode_, element_, *tile, call=call) for element_, mode_, *tile in variants)
+        found += [("limbs_rs", mode_rs, tile) for mode_rs in modes_rs for tile in LIMBS_RS_TILES]
+    tiles_of = (tile_of(p, mode_, element_, *tile, call=call) for element_, mode_, tile in found)
     return [tile for tile in tiles_of if tile is not None]
 
 
@@ -115,6 +123,7 @@ def tile_of(
     block_m: int,
     cluster: int,
     split: int = 1,
+    cluster_m: int = 1,
     *,
     call: OfCall = PLAIN,
     rates: Rates | None = None,
@@ -132,11 +141,12 @@ def tile_of(
     if mn_major_operands(p, mode, element)[0] and block_m // cluster < COLUMN:
         return None
     # The CTAs of a cluster that do not share k have adjacent tiles: below each other, or side by side.
-    of_rows, of_columns = (cluster, 1) if mode == "cluster_batch" else (1, cluster)
+    of_rows, of_columns = (cluster, 1) if mode == "cluster_batch" else (cluster_m, cluster)
     rows, columns = block_m * split * of_rows, SM90_BLOCK_N * of_columns
     tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns)
-    two = occupancy(element, mode, block_m, cluster * split) == 2
-    at_once = p.device.ctas(2) if two else p.device.clusters(cluster * split)
+    ctas = cluster * split * cluster_m
+    two = occupancy(element, mode, block_m, ctas) == 2
+    at_once = p.device.ctas(2) if two else p.device.clusters(ctas)
     if at_once == 0:
         return None
     if mode == "cluster_batch" and (p.m > rows or tiles > at_once):  # a cluster has one tile, with all rows
@@ -157,7 +167,7 @@ def tile_of(
         clusters = in_whole_panels if in_whole_panels <= at_once else clusters
     if mode != "recompute":
         tile = block_m, cluster, waves, clusters
-        us = one_launch_us(p, mode, element, *tile, saves=call.saves, split=split, rates=rates)
+        us = one_launch_us(p, mode, element, *tile, saves=call.saves, split=split, cluster_m=cluster_m, rates=rates)
     elif waves > 1:
         us = recompute_us(p, element, cluster, waves, saves=call.saves, rates=rates)
     else:  # all tiles stay in registers: there is nothing to recompute
@@ -165,7 +175,7 @@ def tile_of(
     us += split_us(p, element, prepared=call.prepared, rates=rates)
     if mode == "training" and waves > 1 and not whole_words(p.y, p.n, ITEMSIZE[p.dtype]):
         us += copy_us(p.m * p.n * ITEMSIZE[p.dtype], rates=rates)  # deferred tiles wait in other memory than y
-    return Tile(us, block_m, cluster, clusters, mode, split, element)
+    return Tile(us, block_m, cluster, clusters, mode, split, element, cluster_m)
 
 
 def panel_of(p: Matmul, mode: str, element: str) -> int:

@@ -8,7 +8,7 @@ from .gemm import OneLaunch
 from .problem import ITEMSIZE, Matmul
 from .sm90_variants import COLUMN, SM90_BLOCK_N, by_limbs
 
-L2_NONE, L2_256B = 0, 3  # CUtensorMapL2promotion
+L2_NONE, L2_128B, L2_256B = 0, 2, 3  # CUtensorMapL2promotion
 
 
 def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
@@ -18,7 +18,7 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     p.w give the layout of limbs in float32 elements. If CTAs share an operand, a transfer takes one limb, else both.
     """
     m, n, k, dtype, _, x, w, y, _ = p
-    x_sharers, w_sharers = (1, one.cluster) if one.shares_weight else (one.cluster, 1)  # CTAs that share it
+    x_sharers, w_sharers = (1, one.cluster) if one.shares_weight else (one.cluster, one.cluster_m)  # CTAs that share it
     multiplied = one.block_m * one.split  # rows of x that a CTA multiplies
     if by_limbs(one.element):
         of_limbs = "float16", SM90_BLOCK_N // w_sharers, 64, L2_256B, 2 if w_sharers == 1 else 1
@@ -35,11 +35,13 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
         ]
     size = ITEMSIZE[dtype]
     width = 128 // size
-    store_rows = min(one.block_m, 32 if size == 4 else 64)
+    store_rows = min(one.block_m, 32 if size == 4 or one.block_m & (one.block_m - 1) else 64)
     maps: list[tuple[Any, ...]] = []
     for at, rows, box in ((x, m, multiplied // x_sharers), (w, n, SM90_BLOCK_N // w_sharers)):
         if at.strides[1] == 1:
-            maps.append((rows, k, at.strides[0] * size, one.element, box, width, L2_256B))
+            pitch = at.strides[0] * size
+            # a box's row of 128 bytes that straddles two lines of L2 would ask for 512 bytes
+            maps.append((rows, k, pitch, one.element, box, width, L2_128B if pitch % 128 else L2_256B))
         else:
             maps.append((k, rows, at.strides[1] * size, one.element, width, COLUMN, L2_256B))
     if one.wide:

@@ -9,7 +9,7 @@
 #ifndef ELEMENT  // the planner passes all of these or none
 #define ELEMENT ELEMENT_BFLOAT16
 #define MODE MODE_TRAINING
-#define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256; 16 with SPLIT_K
+#define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256; 16 with SPLIT_K; 96, 160, 192 with CLUSTER_M
 #define STAGES 4           // stages of the pipeline in shared memory
 #define OCCUPANCY 1        // CTAs on an SM: 1, 2
 #define CLUSTER 2          // CTAs that share an x tile: 1, 2; in MODE_CLUSTER_BATCH a w tile: 1, 2, 4, 8, 16
@@ -20,6 +20,9 @@
 #define W_MN_MAJOR 0       // 1: w is (k, n)
 #define FLOAT32_OUTPUT 0   // 1: y is float32 though x and w have 16 bits
 #define RANKS 0            // 1, only in MODE_TRAINING: ranks share the batch
+#endif
+#ifndef CLUSTER_M
+#define CLUSTER_M 1  // in MODE_INFERENCE with 16 bits: CTAs that share a w tile: 1, 2, 4, 8
 #endif
 #ifndef CHANNELS_FIRST
 #define CHANNELS_FIRST 0  // 1: x is (samples, k, length) in memory and y (samples, n, length); X_MN_MAJOR is then 1
@@ -108,13 +111,19 @@ constexpr int HELPER_REGISTERS = OCCUPANCY == 2                                 
                                                                                           : 152;
 constexpr int CONSUMER_REGISTERS = (3 * (OCCUPANCY == 2 ? 80 : 168) - HELPER_REGISTERS) / 2;
 
-// The cluster: the CTA of rank r is on side r / SPLIT_K and has part r % SPLIT_K of k.
-constexpr int CLUSTER_CTAS = CLUSTER * SPLIT_K;
+// The cluster: the CTA of rank r has neighbours with other features, whose ranks differ by multiples of
+// ROWS_OF_CLUSTER. With SPLIT_K it has part r % SPLIT_K of k.
+constexpr int CLUSTER_CTAS = CLUSTER * CLUSTER_M * SPLIT_K;
 constexpr int X_SHARERS = MODE == MODE_CLUSTER_BATCH ? 1 : CLUSTER;  // CTAs that each load a part of an x tile for all
-constexpr int W_SHARERS = MODE == MODE_CLUSTER_BATCH ? CLUSTER : 1;  // CTAs that each load a part of a w tile for all
+constexpr int W_SHARERS = MODE == MODE_CLUSTER_BATCH ? CLUSTER : CLUSTER_M;  // the same for a w tile
+constexpr int SHARERS = X_SHARERS + W_SHARERS - 1;    // all CTAs with which a CTA shares a tile, and itself
+constexpr int ROWS_OF_CLUSTER = W_SHARERS * SPLIT_K;  // tiles of a cluster, one below the other
+static_assert(CLUSTER_M == 1 || (MODE == MODE_INFERENCE && OF_16_BITS && SPLIT_K == 1 && !CHANNELS_FIRST),
+              "CLUSTER_M is for inference in 16 bits");
 
 // A stage holds BLOCK_K of k for BLOCK_N features and PRODUCT_M rows.
 constexpr int MATRICES = BY_LIMBS ? 2 : 1;  // matrices of an operand; with LIMBS_RS, the float32 w takes as many bytes
+static_assert(MATRICES == 1 || X_SHARERS <= 2, "of two CTAs that share limbs of x, each loads one");
 constexpr int OPERAND_BYTES = ELEMENT == ELEMENT_TF32 ? 4 : 2;
 constexpr int BLOCK_N = 64 * WARPGROUPS;      // features in a tile
 constexpr int BLOCK_K = 128 / OPERAND_BYTES;  // elements in a row of 128 bytes, which the swizzle needs
@@ -139,7 +148,8 @@ constexpr int PRODUCT_ACC = PRODUCT_M / 2;  // accumulators of a product
 constexpr int Y_BYTES = FLOAT32 ? 4 : 2;  // bytes of an element of y
 constexpr int VEC_Y = 16 / Y_BYTES;       // columns of y in a 16-byte access
 constexpr int MOST_M = FLOAT32 ? 32 : 64;
-constexpr int PASS_M = BLOCK_M < MOST_M ? BLOCK_M : MOST_M;
+// with 96, 160 or 192 rows, passes of 32 leave room for one more stage
+constexpr int PASS_M = BLOCK_M & (BLOCK_M - 1) ? 32 : BLOCK_M < MOST_M ? BLOCK_M : MOST_M;
 constexpr int PASSES = BLOCK_M / PASS_M;
 constexpr int BOXES = FLOAT32 ? 2 : 1;  // TMA stores in a pass, side by side
 constexpr int STAGING_BYTES = BOXES * PASS_M * 128;

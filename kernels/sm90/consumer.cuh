@@ -19,7 +19,13 @@ struct Consumer : EpilogueStore {
     // Releases a stage. The last STAGES stages are not released: nothing more is loaded into them, and other CTAs of
     // the cluster may have ended.
     __device__ __forceinline__ void release(int stage) {
-        if (--to_release >= 0 && lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT_K + rank % SPLIT_K);
+        if (--to_release < 0) return;
+        int cta = lane * ROWS_OF_CLUSTER + rank % ROWS_OF_CLUSTER;  // of those that share x, and this CTA
+        if (W_SHARERS > 1 && lane >= X_SHARERS) {                   // of the others that share w
+            const int own = rank % W_SHARERS, other = lane - X_SHARERS;
+            cta = rank - own + other + (other >= own);
+        }
+        if (lane < SHARERS) mbar_arrive_at(&sh.empty[stage], cta);
     }
 
     __device__ __forceinline__ void next_stage(int step) {

@@ -44,14 +44,14 @@ struct Tile {
     int row, block;  // in units of BLOCK_M rows of x and of BLOCK_N features
 };
 
-// The order in which clusters take tiles of BLOCK_M rows by CLUSTER * BLOCK_N features. The columns of tiles form
+// The order in which clusters take tiles of ROWS_OF_CLUSTER * BLOCK_M rows by CLUSTER * BLOCK_N features. The columns of tiles form
 // panels of `panel` columns. Clusters take a panel row by row, so that one reading of x serves a panel. In
 // MODE_TRAINING the last columns are taken one at a time, so that less is left for the deferred epilogue at the end. In
 // MODE_CLUSTER_BATCH cluster i has all rows of block i. MODE_RECOMPUTE uses OwnTiles.
 struct TileScheduler {
     int rows, cols, panel, grouped;
     u64 of_panel, of_columns, of_rest;
-    __device__ int groups() const { return (rows + SPLIT_K - 1) / SPLIT_K; }  // groups of SPLIT_K rows of tiles
+    __device__ int groups() const { return (rows + ROWS_OF_CLUSTER - 1) / ROWS_OF_CLUSTER; }
     __device__ int count() const { return groups() * cols; }
     // tile i, for the CTA of this rank in its cluster
     __device__ Tile at(int i, int rank) const {
@@ -68,7 +68,7 @@ struct TileScheduler {
                 c = first + i - r * (first < grouped ? panel : cols - grouped);
             }
         }
-        return {r * SPLIT_K + rank % SPLIT_K, c * CLUSTER + rank / SPLIT_K};
+        return {r * ROWS_OF_CLUSTER + rank % ROWS_OF_CLUSTER, c * CLUSTER + rank / ROWS_OF_CLUSTER};
     }
 };
 

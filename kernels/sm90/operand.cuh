@@ -18,14 +18,15 @@ struct SmemOperand {
     // Loads ROWS rows from `row` on, for one step of k; with ALL, to all CTAs that share the tile. `z` is the limb or,
     // with IN_SAMPLES, the sample; the contiguous dimension (rows if MN-major, else k) then counts within that sample.
     template <int ROWS, bool ALL>
-    static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int z) {
+    static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int z,
+                                                short to_ctas) {
 #pragma unroll
         for (int r = 0; r < (MN_MAJOR ? ROWS : 1); r += COLUMN) {
             const int x = MN_MAJOR ? row + r : step * BLOCK_K, y = MN_MAJOR ? step * BLOCK_K : row;
             if constexpr (MATRICES == 2)  // the limbs of a step are adjacent in a row: split_limbs.cu
-                tma_load<ALL>(to, map, bar, 0, y, 2 * step + z);
+                tma_load<ALL>(to, map, bar, 0, y, 2 * step + z, to_ctas);
             else
-                tma_load<ALL, IN_SAMPLES>(to + r * 128, map, bar, x, y, z);
+                tma_load<ALL, IN_SAMPLES>(to + r * 128, map, bar, x, y, z, to_ctas);
         }
     }
 };

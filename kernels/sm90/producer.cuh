@@ -5,13 +5,16 @@
 #include "sm90/operand.cuh"
 
 __device__ __forceinline__ void Cta::produce(int rank) const {
+    // a bit for each CTA that shares x, and w
+    constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << ROWS_OF_CLUSTER) - 1);
+    const short x_ctas = SIDES << rank % ROWS_OF_CLUSTER, w_ctas = ((1 << W_SHARERS) - 1) << (rank - rank % W_SHARERS);
     int phase = 0, s = 0;
     for (int nth = 0; has(nth); ++nth) {
         const auto [row, block] = tile(nth, rank);
         // If CTAs share x, each loads half of the rows, or one limb of all rows. If they share w, each loads some rows
         // of each limb.
-        const int x_part = X_SHARERS > 1 ? rank / SPLIT_K : 0,
-                  w_first = W_SHARERS > 1 ? rank * (BLOCK_N / W_SHARERS) : 0;
+        const int x_part = X_SHARERS > 1 ? rank / ROWS_OF_CLUSTER : 0,
+                  w_first = W_SHARERS > 1 ? rank % W_SHARERS * (BLOCK_N / W_SHARERS) : 0;
         int x_row = (row - rank % SPLIT_K) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / X_SHARERS) : 0);
         int depth = MATRICES == 2 ? x_part : 0;  // number of the limb, or of the sample
         if constexpr (CHANNELS_FIRST) {
@@ -52,9 +55,9 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
                 for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); ++limb)
                     W::load<BLOCK_N / W_SHARERS, (W_SHARERS > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,
                                                                   &sh.full[s], step, block * BLOCK_N + w_first,
-                                                                  K_IN_SAMPLES ? w_depth : limb);
+                                                                  K_IN_SAMPLES ? w_depth : limb, w_ctas);
             X::load<PRODUCT_M / X_SHARERS, (X_SHARERS > 1)>(w_tile + W_BYTES + x_part * (X_BYTES / X_SHARERS), &x_map,
-                                                            &sh.full[s], step, x_row, depth);
+                                                            &sh.full[s], step, x_row, depth, x_ctas);
             if (++s == STAGES) s = 0, phase ^= 1;
         }
 #if RESIDUAL

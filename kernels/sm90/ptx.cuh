@@ -47,9 +47,8 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
                  "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(z), "h"(every_cta)                                  \
                  : "memory")
 template <bool ALL, bool DEEP = MATRICES == 2>
-__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int z) {
-    constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << SPLIT_K) - 1);  // a bit for each CTA, SPLIT_K apart
-    const short every_cta = ALL ? SIDES << cluster_part() : 0;
+__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int z,
+                                         short every_cta = 0) {
     if constexpr (!DEEP && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
     if constexpr (!DEEP && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
     if constexpr (DEEP && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");

@@ -5,19 +5,20 @@
 // A thread sends elements of its accumulator to the thread with the same number in the other CTA, which works on the
 // same two features. The elements of every 8 rows (j, accumulator.cuh) are 16 bytes, and a tile has BLOCK_M / 8 of
 // these. They arrive in the pipeline's memory, as [part][BLOCK_M / 8][CONSUMERS] of 16 bytes, after the CTA's wgmmas
-// have read all stages. A CTA receives and sends 512 PRODUCT_M bytes, including its own part; the minimum is (SPLIT_K -
-// 1) / SPLIT_K of that.
+// have read all stages. A CTA keeps its own part in registers. It receives and sends 512 (PRODUCT_M - BLOCK_M) bytes, the
+// minimum.
 #pragma once
 #include "sm90/cta.cuh"
 
-constexpr int SENT_BYTES = PRODUCT_ACC * 4 * CONSUMERS;  // bytes that all CTAs together send to each CTA
+constexpr int SENT_BYTES = (PRODUCT_ACC - ACC) * 4 * CONSUMERS;  // bytes that the other CTAs send to each CTA
 static_assert(SPLIT_K == 1 || SENT_BYTES <= STAGES * STAGE_BYTES, "the pipeline holds what is sent");
 
 // All consumers of the cluster call this, with no wgmma in flight. `of_all` has the sums over this CTA's range of k; d
 // becomes the sums over all of k. Parts are added in the order of their numbers, so that the bits are always the same.
 __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float (&of_all)[PRODUCT_ACC],
                                                float (&d)[ACC]) {
-    const int lane = lane_id(), thread = threadIdx.x - (THREADS - CONSUMERS), first = rank / SPLIT_K * SPLIT_K;
+    const int lane = lane_id(), thread = threadIdx.x - (THREADS - CONSUMERS), own = rank % SPLIT_K;
+    const int first = rank - own;
     if (lane < SPLIT_K) mbar_arrive_at(&sh.drained, first + lane);
     mbar_wait(&sh.drained, 0);
     const auto place = [&](int part, int j) {
@@ -28,14 +29,16 @@ __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float
 #pragma unroll
         for (int part = 0; part < SPLIT_K; ++part) {  // alternate, so that all CTAs receive at the same time
             const float* e = of_all + Accumulator::at(part * (BLOCK_M / 8) + j, 0, 0);
-            send(place(rank % SPLIT_K, j), e[0], e[1], e[2], e[3], &sh.summed, first + part);
+            if (part != own) send(place(own, j), e[0], e[1], e[2], e[3], &sh.summed, first + part);
         }
     mbar_wait_sent(&sh.summed, 0);
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 8; ++j)
 #pragma unroll
         for (int part = 0; part < SPLIT_K; ++part) {
-            const float4 v = *reinterpret_cast<const float4*>(place(part, j));
+            const float* mine = of_all + Accumulator::at(part * (BLOCK_M / 8) + j, 0, 0);
+            float4 v = make_float4(mine[0], mine[1], mine[2], mine[3]);
+            if (part != own) v = *reinterpret_cast<const float4*>(place(part, j));
             const float e[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {

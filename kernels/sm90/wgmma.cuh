@@ -35,10 +35,13 @@ __device__ __forceinline__ void wgmma_wait() {
 #define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
 #define TO_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define TO_32 TO_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TO_48 TO_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define TO_64                                                                                                \
     TO_32                                                                                                    \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
     "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TO_80 TO_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define TO_96 TO_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define TO_128                                                                                                 \
     TO_64                                                                                                      \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "   \
@@ -56,15 +59,22 @@ __device__ __forceinline__ void wgmma_wait() {
                  : "l"(a), "l"(b), "r"(accumulate), "n"(A_MN_MAJOR), "n"(B_MN_MAJOR))
 #define NO_MAJORS(A, B) ""
 #define MAJORS_OF(A, B) ", " A ", " B
-#define WGMMA_SS_BY_SIZE(TYPES, MAJORS)                                                             \
-    if constexpr (SIZE == 128)                                                                      \
-        WGMMA_SS(256, TYPES, TO_128, "%128", "%129", "%130", MAJORS("%131", "%132"),                \
-                 D32(0) AND D32(32) AND D32(64) AND D32(96));                                       \
-    else if constexpr (SIZE == 64)                                                                  \
-        WGMMA_SS(128, TYPES, TO_64, "%64", "%65", "%66", MAJORS("%67", "%68"), D32(0) AND D32(32)); \
-    else if constexpr (SIZE == 32)                                                                  \
-        WGMMA_SS(64, TYPES, TO_32, "%32", "%33", "%34", MAJORS("%35", "%36"), D32(0));              \
-    else                                                                                            \
+#define WGMMA_SS_BY_SIZE(TYPES, MAJORS)                                                                          \
+    if constexpr (SIZE == 128)                                                                                   \
+        WGMMA_SS(256, TYPES, TO_128, "%128", "%129", "%130", MAJORS("%131", "%132"),                             \
+                 D32(0) AND D32(32) AND D32(64) AND D32(96));                                                    \
+    else if constexpr (SIZE == 96)                                                                               \
+        WGMMA_SS(192, TYPES, TO_96, "%96", "%97", "%98", MAJORS("%99", "%100"), D32(0) AND D32(32) AND D32(64)); \
+    else if constexpr (SIZE == 80)                                                                               \
+        WGMMA_SS(160, TYPES, TO_80, "%80", "%81", "%82", MAJORS("%83", "%84"),                                   \
+                 D32(0) AND D32(32) AND D8(64) AND D8(72));                                                      \
+    else if constexpr (SIZE == 48)                                                                               \
+        WGMMA_SS(96, TYPES, TO_48, "%48", "%49", "%50", MAJORS("%51", "%52"), D32(0) AND D8(32) AND D8(40));     \
+    else if constexpr (SIZE == 64)                                                                               \
+        WGMMA_SS(128, TYPES, TO_64, "%64", "%65", "%66", MAJORS("%67", "%68"), D32(0) AND D32(32));              \
+    else if constexpr (SIZE == 32)                                                                               \
+        WGMMA_SS(64, TYPES, TO_32, "%32", "%33", "%34", MAJORS("%35", "%36"), D32(0));                           \
+    else                                                                                                         \
         WGMMA_SS(32, TYPES, TO_16, "%16", "%17", "%18", MAJORS("%19", "%20"), D8(0) AND D8(8))
 
 template <int ELEMENT_TYPE, bool A_MN_MAJOR, bool B_MN_MAJOR, int SIZE>

@@ -17,7 +17,14 @@ from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
 from gsbn._host.call import bare_gemm
 from gsbn._plan import Limits, sm90_variants
-from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, LIMBS_RS_TILES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
+from gsbn._plan.sm90_variants import (
+    BLOCKS_M,
+    CLUSTERS,
+    LIMBS_RS_TILES,
+    SHARING_TILES,
+    SPLIT_K_TILES,
+    SPLIT_K_TILES_BY_MODE,
+)
 from gsbn._plan.sm90_variants import ELEMENTS as ELEMENTS_OF_KERNEL
 from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
 from tests.support.forwards import recompute_on_few_sms
@@ -257,7 +264,7 @@ def test_contiguous_rows_off_16_bytes_are_copied(name: str) -> None:
     assert_outcome_within(got, truth, bounds(arrays, truth, training=True, deferred=True))
 
 
-@pytest.mark.parametrize("block_m", sorted({*BLOCKS_M, *(block_m for block_m, _ in SPLIT_K_TILES)}))
+@pytest.mark.parametrize("block_m", sorted({*BLOCKS_M, *(tile[0] for tile in SPLIT_K_TILES + SHARING_TILES)}))
 @pytest.mark.parametrize("element", ELEMENTS_OF_KERNEL)
 def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int) -> None:
     device = cupy.cuda.Device().id
@@ -266,7 +273,7 @@ def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int
         chosen = str(ELEMENTS_OF_KERNEL[element]), str(block_m)
         if kernel.name == "forward_sm90" and (defines["ELEMENT"], defines["BLOCK_M"]) == chosen:
             size, function = (
-                int(defines["CLUSTER"]) * int(defines["SPLIT_K"]),
+                int(defines["CLUSTER"]) * int(defines["SPLIT_K"]) * int(defines.get("CLUSTER_M", 1)),
                 _kernels.launcher(kernel, device).pointer,
             )
             resident = _driver.resident_clusters(function, _plan.SM90_THREADS, size, kernel.shared)

@@ -164,11 +164,13 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in known("sm_90a")
     assert one.kernel.shared <= 227 << 10  # the limit of a CTA on Hopper
     of_features = 1 if one.shares_weight else one.cluster  # tiles of a cluster in either direction
-    of_rows = one.split * one.cluster // of_features
+    ctas = one.split * one.cluster * one.cluster_m
+    of_rows = ctas // of_features
     tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of all CTAs of a cluster
     two = dict(one.kernel.defines)["OCCUPANCY"] == "2"
-    assert not two or (one.cluster * one.split == 1 and one.kernel.shared + 1024 <= 228 << 9)  # half of an SM's
-    assert 1 <= one.clusters <= min(tiles, p.device.ctas(2) if two else p.device.clusters(one.cluster * one.split))
+    assert not two or (ctas == 1 and one.kernel.shared + 1024 <= 228 << 9)  # half of an SM's
+    assert 1 <= one.clusters <= min(tiles, p.device.ctas(2) if two else p.device.clusters(ctas))
+    assert one.ctas == one.clusters * ctas
     assert one.ctas <= p.device.ctas(1 + two)
     if one.split > 1:  # each CTA has one tile, and a part of k
         assert one.clusters == tiles and p.k > one.split and not is_recompute(one)

@@ -186,8 +186,8 @@ def test_slower_memory_counts_among_tiles_of_inference() -> None:
     """docs/results/sweep_h100.jsonl has 199 random shapes of multiples of 8, in bfloat16."""
     lines, regret = judged("sweep_h100.jsonl", 0.68)
     _, as_on_h200 = judged("sweep_h100.jsonl")
-    assert len(lines) == 199 and regret.mean() < 0.031 < 0.05 < as_on_h200.mean()
-    assert (regret <= 0.05).mean() > 0.78 and (regret <= 0.1).mean() > 0.9
+    assert len(lines) == 199 and regret.mean() < 0.025 < 0.05 < as_on_h200.mean()
+    assert (regret <= 0.05).mean() > 0.82 and (regret <= 0.1).mean() > 0.92
 
 
 def test_regret_is_small_on_the_measured_sweep() -> None:

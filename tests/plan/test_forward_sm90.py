@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,14 @@ from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.declared import reciprocal
 from gsbn._plan.gemm import TileOrder
 from gsbn._plan.sm90_tiles import OfCall, candidates
-from gsbn._plan.sm90_variants import ELEMENTS, LIMBS_RS_TILES, MODES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
+from gsbn._plan.sm90_variants import (
+    ELEMENTS,
+    LIMBS_RS_TILES,
+    MODES,
+    SHARING_TILES,
+    SPLIT_K_TILES,
+    SPLIT_K_TILES_BY_MODE,
+)
 from tests.plan.fits import (
     FIELDS,
     H200,
@@ -87,10 +95,26 @@ def test_clusters_of_backward_fused_have_all_rows_and_are_resident(m: int, n: in
         )
 
 
+@pytest.mark.parametrize("tile", SHARING_TILES, ids=str)
+@pytest.mark.parametrize("sms", [132, 60, 8])
+def test_clusters_share_both_operands_in_inference(tile: tuple[int, ...], sms: int) -> None:
+    device = H200.at_most(sms)
+    for shape, dtype in itertools.product([(3, 8, 72), (1700, 1304, 1000), (20000, 520, 136)], ("float16", "bfloat16")):
+        p = contiguous(*shape, dtype)._replace(device=device, limits=Limits(sm90=tile))
+        one = plan(p, training=False, gemm="sm90").one
+        assert one is not None
+        chosen = one.block_m, one.cluster, one.split, one.cluster_m
+        assert chosen == (*tile, 1)[:4] or device.clusters(math.prod(tile[1:])) == 0 or one.split == 1 < tile[2]
+        assert_one_launch_fits(p, one)
+    found = candidates(contiguous(1700, 1304, 1000, "float32"), "inference", "tf32")
+    assert all(tile.cluster_m == 1 for tile in found)
+
+
 def test_split_k_serves_a_long_k_and_few_tiles() -> None:
     few = contiguous(256, 1024, 16384, "bfloat16")
     for mode, tiles in SPLIT_K_TILES_BY_MODE.items():
-        assert {tile.shape for tile in candidates(few, mode, "bfloat16") if tile.split > 1} == set(tiles)
+        found = {tile.shape for tile in candidates(few, mode, "bfloat16") if tile.split > 1}
+        assert found == {*tiles, *(tile for tile in SHARING_TILES if mode == "inference" and tile[2] > 1)}
     one = plan(few, training=True, gemm="sm90").one
     assert one is not None and one.split > 2 and (one.ctas, one.cooperative) == (16 * one.split, True)
     of_x = [tile for tile in LIMBS_RS_TILES if tile[2] > 1]
