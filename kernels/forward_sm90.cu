@@ -57,7 +57,7 @@
 // again (REMAT in skinny_backward.cu): no deviations are stored, and step 4 computes the last tile again, too, so that
 // every y is rounded like the backward's u.
 //
-// Cluster batch. If the batch has few rows, one cluster has all rows of one block of features: CLUSTER tiles of x whose
+// Cluster batch. If the batch has few rows, one cluster has all rows of one block of features: CLUSTER_M tiles of x whose
 // CTAs each load a part of the w tile, or SPLIT_K tiles whose CTAs each have a range of k. All clusters run in one
 // wave.
 //   1. The consumers compute a tile's statistics as above, and send them to the shared memory of all CTAs of the
@@ -146,8 +146,8 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims__(CLUSTER_CTAS, 1, 1) forward_sm90(
     const __grid_constant__ ForwardSm90Problem p,
-    const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / X_SHARERS rows x 128 bytes, swizzled
-    const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N / W_SHARERS rows; MN-major: BLOCK_K of k x 128 bytes
+    const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / CLUSTER rows x 128 bytes, swizzled
+    const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N / CLUSTER_M rows; MN-major: BLOCK_K of k x 128 bytes
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes; not used without FLAG_VECTOR_Y
 #if SAVE_DEVIATIONS
     const __grid_constant__ TensorMap deviations_map,  // the same for the deviations, whose pitch is p.ld_deviations
@@ -198,11 +198,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
 #if CHANNELS_FIRST
     const int rows_of_tiles = int(p.tiles);
 #else
-    const int rows = MODE == MODE_CLUSTER_BATCH ? BLOCK_M * W_SHARERS : BLOCK_M;
+    const int rows = MODE == MODE_CLUSTER_BATCH ? BLOCK_M * CLUSTER_M : BLOCK_M;
     const int splits = K_IN_SAMPLES ? int(p.parts_alone) : 1;
     const int rows_of_tiles = splits * int((m + rows - 1) / rows);
 #endif
-    const TileScheduler scheduler = {rows_of_tiles,   (blocks + X_SHARERS - 1) / X_SHARERS,
+    const TileScheduler scheduler = {rows_of_tiles,   (blocks + CLUSTER - 1) / CLUSTER,
                                      int(p.panel),    int(p.grouped),
                                      u64(p.of_panel), u64(p.of_columns),
                                      u64(p.of_rest)};

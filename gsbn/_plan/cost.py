@@ -10,7 +10,7 @@ from .h200_products import PRODUCTS
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
-from .sm90_variants import SM90_BLOCK_N, by_limbs, largest_block, occupancy, stages
+from .sm90_variants import SM90_BLOCK_N, by_limbs, largest_block, occupancy, sharers, stages
 
 
 def one_launch_us(
@@ -37,7 +37,7 @@ def one_launch_us(
     """
     m, n, k, dtype, *_ = p
     # CTAs that share a tile of x, and of w
-    x_sharers, w_sharers = (1, cluster) if mode == "cluster_batch" else (cluster, cluster_m)
+    x_sharers, w_sharers = sharers(mode, cluster, cluster_m)
     of_cluster = cluster * cluster_m * split
     rows, ctas, product_m = ceil_div(m, block_m * w_sharers), clusters * of_cluster, split * block_m
     limbs = 2 if by_limbs(element) else 1

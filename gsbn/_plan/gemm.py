@@ -16,6 +16,7 @@ from .sm90_variants import (
     element_for,
     forward_sm90,
     renormalising,
+    sharers,
     statistics_words,
 )
 from .sources import Kernel
@@ -82,7 +83,8 @@ class OneLaunch(NamedTuple):
     element: str
     limbs: LimbsOfRows | None
     block_m: int
-    cluster: int
+    cluster: int  # CTAs that share a tile of x
+    cluster_m: int  # CTAs that share a tile of the weight
     clusters: int
     split: int  # CTAs that share k
     order: TileOrder
@@ -90,8 +92,6 @@ class OneLaunch(NamedTuple):
     epoch: int
     workspace: int
     wide: bool = False  # y is float32 although x has 16 bits
-    cluster_m: int = 1
-    shares_weight: bool = False  # a cluster shares a tile of the weight, not of x
     defers: bool = False  # some tiles have a deferred epilogue: they wait in y, in words of 16 bytes
 
     @property
@@ -109,6 +109,10 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
     prepared, saves, reads_count, ranks, renorm = call
     tile = cheapest_tile(p, mode, element_for(p.dtype, precision), call)
     _, block_m, cluster, clusters, mode, split, element, cluster_m = tile
+    kernel = forward_sm90(
+        element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split, cluster_m
+    )
+    cluster, cluster_m = sharers(mode, cluster, cluster_m)
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     by_rows = mode == "recompute" or (mode == "gemm" and mostly_writes(p))
     panel = columns if by_rows else panel_of(p, mode, element)
@@ -132,9 +136,6 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         of_w = 0 if prepared or element == "limbs_rs" else n
         made = limbs_of_rows(m, of_w, k, workspace, p.device)
         workspace = made.w_exponents + 4 * of_w
-    kernel = forward_sm90(
-        element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split, cluster_m
-    )
     return OneLaunch(
         kernel=renormalising(kernel) if renorm else kernel,
         cooperative=mode in ("training", "recompute") and (rows > 1 or reads_count),
@@ -142,6 +143,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         limbs=made,
         block_m=block_m,
         cluster=cluster,
+        cluster_m=cluster_m,
         clusters=clusters,
         split=split,
         order=order,
@@ -149,8 +151,6 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         epoch=epoch,
         workspace=workspace,
         wide=wide,
-        cluster_m=cluster_m,
-        shares_weight=mode == "cluster_batch",
         defers=defers,
     )
 

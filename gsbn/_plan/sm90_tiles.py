@@ -25,6 +25,7 @@ from .sm90_variants import (
     by_limbs,
     largest_block,
     occupancy,
+    sharers,
 )
 
 # Split-k needs so many steps of 128 bytes of k per CTA: with fewer, the exchange of sums costs more.
@@ -141,7 +142,7 @@ def tile_of(
     if mn_major_operands(p, mode, element)[0] and block_m // cluster < COLUMN:
         return None
     # The CTAs of a cluster that do not share k have adjacent tiles: below each other, or side by side.
-    of_rows, of_columns = (cluster, 1) if mode == "cluster_batch" else (cluster_m, cluster)
+    of_columns, of_rows = sharers(mode, cluster, cluster_m)
     rows, columns = block_m * split * of_rows, SM90_BLOCK_N * of_columns
     tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns)
     ctas = cluster * split * cluster_m

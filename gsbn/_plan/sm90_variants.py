@@ -158,13 +158,15 @@ def forward_sm90(
     weight, in 16 bits or as the weight of "limbs_rs". `wide`: mode "gemm" has a float32 result. `ranks`: in training,
     ranks share the batch.
     """
+    of_x, of_w = sharers(mode, cluster, cluster_m)
     defines = {
         "ELEMENT": ELEMENTS[element],
         "MODE": MODES[mode],
         "BLOCK_M": str(block_m),
         "STAGES": str(stages(element, mode, block_m, cluster, split)),
         "OCCUPANCY": str(occupancy(element, mode, block_m, cluster * split)),
-        "CLUSTER": str(cluster),
+        "CLUSTER": str(of_x),
+        "CLUSTER_M": str(of_w),
         "SPLIT_K": str(split),
         "SAVE_DEVIATIONS": str(int(saves)),
         "SAVE_VECTORS": str(int(saves)),
@@ -173,8 +175,6 @@ def forward_sm90(
         "FLOAT32_OUTPUT": str(int(wide)),
         "RANKS": str(int(ranks)),
     }
-    if cluster_m > 1:
-        defines["CLUSTER_M"] = str(cluster_m)
     shared = Constants(CONFIG, defines)["SHARED_BYTES"]
     return Kernel("forward_sm90", "forward_sm90", tuple(defines.items()), arch=ARCH, shared=shared)
 
@@ -196,6 +196,11 @@ def k_in_samples_sm90(element: str, block_m: int) -> Kernel:
     """
     kernel = forward_sm90(element, "gemm", block_m, 1, wide=True)
     return kernel._replace(defines=(*kernel.defines, ("K_IN_SAMPLES", "1")))
+
+
+def sharers(mode: str, cluster: int, cluster_m: int = 1) -> tuple[int, int]:
+    """Return how many CTAs of a cluster share a tile of x, and one of the weight. `cluster`: a tile's CLUSTER."""
+    return (1, cluster) if mode == "cluster_batch" else (cluster, cluster_m)
 
 
 def stages(element: str, mode: str, block_m: int, cluster: int, split: int) -> int:

@@ -18,10 +18,9 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     p.w give the layout of limbs in float32 elements. If CTAs share an operand, a transfer takes one limb, else both.
     """
     m, n, k, dtype, _, x, w, y, _ = p
-    x_sharers, w_sharers = (1, one.cluster) if one.shares_weight else (one.cluster, one.cluster_m)  # CTAs that share it
     multiplied = one.block_m * one.split  # rows of x that a CTA multiplies
     if by_limbs(one.element):
-        of_limbs = "float16", SM90_BLOCK_N // w_sharers, 64, L2_256B, 2 if w_sharers == 1 else 1
+        of_limbs = "float16", SM90_BLOCK_N // one.cluster_m, 64, L2_256B, 2 if one.cluster_m == 1 else 1
         if one.element == "limbs":
             w_map: tuple[Any, ...] = (n, k, 4 * w.strides[0], *of_limbs)
         elif w.strides[1] == 1:
@@ -29,7 +28,7 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
         else:
             w_map = k, n, 4 * w.strides[1], "float32", 64, 32, L2_256B
         return [
-            (m, k, 4 * x.strides[0], "float16", multiplied, 64, L2_256B, 3 - x_sharers),
+            (m, k, 4 * x.strides[0], "float16", multiplied, 64, L2_256B, 3 - one.cluster),
             w_map,
             (m, n, 4 * y.strides[0], "float32", min(one.block_m, 32), 32, L2_NONE),
         ]
@@ -37,7 +36,7 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     width = 128 // size
     store_rows = min(one.block_m, 32 if size == 4 or one.block_m & (one.block_m - 1) else 64)
     maps: list[tuple[Any, ...]] = []
-    for at, rows, box in ((x, m, multiplied // x_sharers), (w, n, SM90_BLOCK_N // w_sharers)):
+    for at, rows, box in ((x, m, multiplied // one.cluster), (w, n, SM90_BLOCK_N // one.cluster_m)):
         if at.strides[1] == 1:
             pitch = at.strides[0] * size
             # a box's row of 128 bytes that straddles two lines of L2 would ask for 512 bytes

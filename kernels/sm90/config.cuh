@@ -12,7 +12,8 @@
 #define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256; 16 with SPLIT_K; 96, 160, 192 with CLUSTER_M
 #define STAGES 4           // stages of the pipeline in shared memory
 #define OCCUPANCY 1        // CTAs on an SM: 1, 2
-#define CLUSTER 2          // CTAs that share an x tile: 1, 2; in MODE_CLUSTER_BATCH a w tile: 1, 2, 4, 8, 16
+#define CLUSTER 2          // CTAs that share an x tile: 1, 2; in MODE_INFERENCE with 16 bits also 4
+#define CLUSTER_M 1        // CTAs that share a w tile: 1, 2, 4, 8, in these; 1 to 16 in MODE_CLUSTER_BATCH
 #define SPLIT_K 1          // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8
 #define SAVE_DEVIATIONS 0  // 1, only in modes that train: also write the deviations
 #define SAVE_VECTORS 0     // 1 with SAVE_DEVIATIONS; alone, in MODE_RECOMPUTE: the backward computes g again
@@ -20,9 +21,6 @@
 #define W_MN_MAJOR 0       // 1: w is (k, n)
 #define FLOAT32_OUTPUT 0   // 1: y is float32 though x and w have 16 bits
 #define RANKS 0            // 1, only in MODE_TRAINING: ranks share the batch
-#endif
-#ifndef CLUSTER_M
-#define CLUSTER_M 1  // in MODE_INFERENCE with 16 bits: CTAs that share a w tile: 1, 2, 4, 8
 #endif
 #ifndef CHANNELS_FIRST
 #define CHANNELS_FIRST 0  // 1: x is (samples, k, length) in memory and y (samples, n, length); X_MN_MAJOR is then 1
@@ -86,8 +84,7 @@ static_assert(!RESIDUAL || (OF_16_BITS && MODE != MODE_GEMM && SPLIT_K == 1 && !
               "the planner adds other residuals in a launch of their own");
 static_assert(!W_MN_MAJOR || (MODE == MODE_GEMM && (OF_16_BITS || ELEMENT == ELEMENT_LIMBS_RS)),
               "W_MN_MAJOR is for products of 16 bits or by LIMBS_RS");
-static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS && !(MODE == MODE_CLUSTER_BATCH && CLUSTER > 1)),
-              "with SPLIT_K a CTA has one tile");
+static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS), "with SPLIT_K a CTA has one tile");
 
 // The type in which running statistics are updated. With limbs and with ranks, results are so exact that roundings to
 // float32 would be visible.
@@ -114,16 +111,15 @@ constexpr int CONSUMER_REGISTERS = (3 * (OCCUPANCY == 2 ? 80 : 168) - HELPER_REG
 // The cluster: the CTA of rank r has neighbours with other features, whose ranks differ by multiples of
 // ROWS_OF_CLUSTER. With SPLIT_K it has part r % SPLIT_K of k.
 constexpr int CLUSTER_CTAS = CLUSTER * CLUSTER_M * SPLIT_K;
-constexpr int X_SHARERS = MODE == MODE_CLUSTER_BATCH ? 1 : CLUSTER;  // CTAs that each load a part of an x tile for all
-constexpr int W_SHARERS = MODE == MODE_CLUSTER_BATCH ? CLUSTER : CLUSTER_M;  // the same for a w tile
-constexpr int SHARERS = X_SHARERS + W_SHARERS - 1;    // all CTAs with which a CTA shares a tile, and itself
-constexpr int ROWS_OF_CLUSTER = W_SHARERS * SPLIT_K;  // tiles of a cluster, one below the other
-static_assert(CLUSTER_M == 1 || (MODE == MODE_INFERENCE && OF_16_BITS && SPLIT_K == 1 && !CHANNELS_FIRST),
-              "CLUSTER_M is for inference in 16 bits");
+constexpr int SHARERS = CLUSTER + CLUSTER_M - 1;      // all CTAs with which a CTA shares a tile, and itself
+constexpr int ROWS_OF_CLUSTER = CLUSTER_M * SPLIT_K;  // tiles of a cluster, one below the other
+static_assert(CLUSTER_M == 1 || (SPLIT_K == 1 && !CHANNELS_FIRST &&
+                                 (MODE == MODE_CLUSTER_BATCH ? CLUSTER == 1 : MODE == MODE_INFERENCE && OF_16_BITS)),
+              "CLUSTER_M is for MODE_CLUSTER_BATCH, and for inference in 16 bits");
 
 // A stage holds BLOCK_K of k for BLOCK_N features and PRODUCT_M rows.
 constexpr int MATRICES = BY_LIMBS ? 2 : 1;  // matrices of an operand; with LIMBS_RS, the float32 w takes as many bytes
-static_assert(MATRICES == 1 || X_SHARERS <= 2, "of two CTAs that share limbs of x, each loads one");
+static_assert(MATRICES == 1 || CLUSTER <= 2, "of two CTAs that share limbs of x, each loads one");
 constexpr int OPERAND_BYTES = ELEMENT == ELEMENT_TF32 ? 4 : 2;
 constexpr int BLOCK_N = 64 * WARPGROUPS;      // features in a tile
 constexpr int BLOCK_K = 128 / OPERAND_BYTES;  // elements in a row of 128 bytes, which the swizzle needs
@@ -133,7 +129,7 @@ constexpr int COLUMN = 64;                    // rows of an MN-major operand tha
 constexpr int W_BYTES = MATRICES * BLOCK_N * 128;
 constexpr int X_BYTES = MATRICES * PRODUCT_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
-static_assert(!X_MN_MAJOR || PRODUCT_M / X_SHARERS % COLUMN == 0, "a CTA loads whole columns");
+static_assert(!X_MN_MAJOR || PRODUCT_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
 
 // The residual of a tile takes one stage, or one for each warpgroup of consumers: 64 features as rows of 128 bytes.
 constexpr int RESIDUAL_BYTES = BLOCK_M * 128;  // of a warpgroup

@@ -21,8 +21,8 @@ struct Consumer : EpilogueStore {
     __device__ __forceinline__ void release(int stage) {
         if (--to_release < 0) return;
         int cta = lane * ROWS_OF_CLUSTER + rank % ROWS_OF_CLUSTER;  // of those that share x, and this CTA
-        if (W_SHARERS > 1 && lane >= X_SHARERS) {                   // of the others that share w
-            const int own = rank % W_SHARERS, other = lane - X_SHARERS;
+        if (CLUSTER_M > 1 && lane >= CLUSTER) {                     // of the others that share w
+            const int own = rank % CLUSTER_M, other = lane - CLUSTER;
             cta = rank - own + other + (other >= own);
         }
         if (lane < SHARERS) mbar_arrive_at(&sh.empty[stage], cta);

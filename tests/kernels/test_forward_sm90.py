@@ -273,7 +273,7 @@ def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int
         chosen = str(ELEMENTS_OF_KERNEL[element]), str(block_m)
         if kernel.name == "forward_sm90" and (defines["ELEMENT"], defines["BLOCK_M"]) == chosen:
             size, function = (
-                int(defines["CLUSTER"]) * int(defines["SPLIT_K"]) * int(defines.get("CLUSTER_M", 1)),
+                int(defines["CLUSTER"]) * int(defines["SPLIT_K"]) * int(defines["CLUSTER_M"]),
                 _kernels.launcher(kernel, device).pointer,
             )
             resident = _driver.resident_clusters(function, _plan.SM90_THREADS, size, kernel.shared)

@@ -163,10 +163,9 @@ def is_cluster_batch(one: OneLaunch) -> bool:
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in known("sm_90a")
     assert one.kernel.shared <= 227 << 10  # the limit of a CTA on Hopper
-    of_features = 1 if one.shares_weight else one.cluster  # tiles of a cluster in either direction
-    ctas = one.split * one.cluster * one.cluster_m
-    of_rows = ctas // of_features
-    tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of all CTAs of a cluster
+    of_rows = one.split * one.cluster_m  # tiles of a cluster, one below the other
+    ctas = one.cluster * of_rows
+    tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * one.cluster))  # of all CTAs of a cluster
     two = dict(one.kernel.defines)["OCCUPANCY"] == "2"
     assert not two or (ctas == 1 and one.kernel.shared + 1024 <= 228 << 9)  # half of an SM's
     assert 1 <= one.clusters <= min(tiles, p.device.ctas(2) if two else p.device.clusters(ctas))
@@ -181,7 +180,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         parts = one.clusters // one.order.panel
     end = 0
     if is_cluster_batch(one):  # each cluster has one tile
-        assert p.m <= one.block_m * of_rows and one.clusters == tiles and one.shares_weight and not one.cooperative
+        assert p.m <= one.block_m * of_rows and one.clusters == tiles and one.cluster == 1 and not one.cooperative
     else:
         assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
         assert_merged_parts_fit(p, one)

@@ -110,7 +110,7 @@ def test_a_cluster_has_as_many_ctas_as_fit(shape: tuple[int, int, int], tile: tu
     m, k, n = shape
     device = Device((9, 0), 132, pairs=66, fours=30, eights=15, sixteens=7)
     one = plan(contiguous(m, n, k, "bfloat16", device), training=True).one
-    assert one is not None and one.shares_weight and (one.block_m, one.cluster) == tile
+    assert one is not None and is_cluster_batch(one) and (one.block_m, one.cluster_m) == tile
 
 
 def test_a_choice_can_be_limited() -> None:
@@ -123,7 +123,7 @@ def test_a_choice_can_be_limited() -> None:
         assert one is not None and (one.block_m, one.cluster) == tile and not is_recompute(one)  # no CTA has two tiles
     for tile in tiles[8:]:
         one = plan(p._replace(limits=Limits(sm90=tile, cluster_batch=True)), training=True, gemm="sm90").one
-        assert one is not None and (one.block_m, one.cluster) == tile and is_cluster_batch(one)
+        assert one is not None and (one.block_m, one.cluster_m) == tile and is_cluster_batch(one)
     many = contiguous(100000, 512, 512)
     for tile, again in itertools.product([(256, 1), (256, 2)], (True, False)):
         one = plan(many._replace(limits=Limits(sm90=tile, recompute=again)), training=True, gemm="sm90").one

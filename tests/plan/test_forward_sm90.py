@@ -312,7 +312,7 @@ def test_cluster_batch_serves_few_rows(
 @pytest.mark.parametrize(("n", "sixteens", "want"), [(512, 7, 16), (512, 3, 8), (1024, 7, 8)])
 def test_a_cluster_has_16_ctas_where_all_of_them_fit(n: int, sixteens: int, want: int) -> None:
     one = plan(contiguous(2048, n, 512, "bfloat16", H200._replace(sixteens=sixteens)), training=True).one
-    assert one is not None and is_cluster_batch(one) and one.cluster == want
+    assert one is not None and is_cluster_batch(one) and one.cluster_m == want
 
 
 def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
