@@ -18,11 +18,11 @@
 // c.
 //
 // Clusters. Two CTAs with neighbouring features form a cluster. Each loads its own w tile and half of the x tile, and
-// multicasts that half to both. In MODE_CLUSTER_BATCH up to 16 CTAs with neighbouring rows form one: each loads its own
-// x tile and multicasts a part of the w tile. In MODE_INFERENCE a cluster may have both: CLUSTER by CLUSTER_M tiles,
-// whose CTAs load a part of both tiles and multicast them, x to the CTAs beside them and w to those above and below.
-// That is less to load, from L2 and for TMA, which is slow where rows do not start on 32 bytes. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ...
-// (TileScheduler).
+// multicasts that half to both. In MODE_CLUSTER_BATCH up to 16 CTAs with neighbouring rows form one: each loads its
+// own x tile and multicasts a part of the w tile. In MODE_INFERENCE a cluster may have both: CLUSTER by CLUSTER_M
+// tiles, whose CTAs load a part of both tiles and multicast them, x to the CTAs beside them and w to those above and
+// below. That is less to load, from L2 and for TMA, which is slow where rows do not start on 32 bytes. The grid is
+// persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (TileScheduler).
 //
 // Split k. Where there are few tiles and k is long, the CTAs of a cluster have SPLIT_K tiles, one below the other. Each
 // CTA multiplies all of these tiles over its own range of k. Then the CTAs exchange partial sums (sm90/split_k.cuh),
@@ -57,9 +57,9 @@
 // again (REMAT in skinny_backward.cu): no deviations are stored, and step 4 computes the last tile again, too, so that
 // every y is rounded like the backward's u.
 //
-// Cluster batch. If the batch has few rows, one cluster has all rows of one block of features: CLUSTER_M tiles of x whose
-// CTAs each load a part of the w tile, or SPLIT_K tiles whose CTAs each have a range of k. All clusters run in one
-// wave.
+// Cluster batch. If the batch has few rows, one cluster has all rows of one block of features: CLUSTER_M tiles of x
+// whose CTAs each load a part of the w tile, or SPLIT_K tiles whose CTAs each have a range of k. All clusters run in
+// one wave.
 //   1. The consumers compute a tile's statistics as above, and send them to the shared memory of all CTAs of the
 //      cluster.
 //   2. Each CTA merges all of these in the order of the rows, and writes y of its tile, which is still in registers.
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
 #if CHANNELS_FIRST
     const int rows_of_tiles = int(p.tiles);
 #else
-    const int rows = MODE == MODE_CLUSTER_BATCH ? BLOCK_M * CLUSTER_M : BLOCK_M;
+    const int rows = MODE == MODE_CLUSTER_BATCH ? BLOCK_M * CLUSTER_M : BLOCK_M;  // there a cluster counts once
     const int splits = K_IN_SAMPLES ? int(p.parts_alone) : 1;
     const int rows_of_tiles = splits * int((m + rows - 1) / rows);
 #endif

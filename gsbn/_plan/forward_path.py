@@ -82,8 +82,7 @@ def _fastest(
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
-        in_16_bits = ITEMSIZE[p.dtype] == 2 and not training
-        rates = H200.on(p.device, "inference") if in_16_bits else H200  # as those of cheapest_tile
+        rates = H200 if training or ITEMSIZE[p.dtype] > 2 else H200.on(p.device, "inference")  # as cheapest_tile's
         by_cublas = cublas_us(theirs, element, after, saves=call.saves, rates=rates) + copies_us(theirs)
         if separate and element != "limbs":
             return "cublas", f"{separate} come between two launches, which leaves a bare GEMM", by_cublas

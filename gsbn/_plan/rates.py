@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from .problem import Device
 
-# Rates of inference in 16 bits that were fitted to docs/results/sweep_h100.jsonl, and those of one mode
+# Rates of inference in 16 bits, fitted to docs/results/sweep_h100.jsonl; below, those that are dicts by mode
 H100_INFERENCE: dict[str, Any] = {
     "sharing_us": 0.0567,
     "tma_rate": {True: 0.149, False: 0.0764},
@@ -96,7 +96,8 @@ class Rates(NamedTuple):
     def on(self, device: Device, mode: str) -> Rates:
         """Return the rates of a forward of 16 bits on a device with slower or faster memory than an H200's.
 
-        Modes "training" and "inference" were measured on an H100, whose L2 feeds tiles more slowly, too.
+        Modes "training" and "inference" were measured on an H100, whose L2 feeds tiles more slowly, too. For inference,
+        what does not depend on memory was fitted anew.
         """
         if device.bandwidth == 1.0:
             return self

@@ -44,10 +44,10 @@ struct Tile {
     int row, block;  // in units of BLOCK_M rows of x and of BLOCK_N features
 };
 
-// The order in which clusters take tiles of ROWS_OF_CLUSTER * BLOCK_M rows by CLUSTER * BLOCK_N features. The columns of tiles form
-// panels of `panel` columns. Clusters take a panel row by row, so that one reading of x serves a panel. In
-// MODE_TRAINING the last columns are taken one at a time, so that less is left for the deferred epilogue at the end. In
-// MODE_CLUSTER_BATCH cluster i has all rows of block i. MODE_RECOMPUTE uses OwnTiles.
+// The order in which clusters take tiles of ROWS_OF_CLUSTER * BLOCK_M rows by CLUSTER * BLOCK_N features. The columns
+// of tiles form panels of `panel` columns. Clusters take a panel row by row, so that one reading of x serves a panel.
+// In MODE_TRAINING the last columns are taken one at a time, so that less is left for the deferred epilogue at the
+// end. In MODE_CLUSTER_BATCH cluster i has all rows of block i. MODE_RECOMPUTE uses OwnTiles.
 struct TileScheduler {
     int rows, cols, panel, grouped;
     u64 of_panel, of_columns, of_rest;

@@ -15,7 +15,7 @@ struct SmemOperand {
         return operand_descriptor(smem(tile), BLOCK_BYTES);
     }
 
-    // Loads ROWS rows from `row` on, for one step of k; with ALL, to all CTAs that share the tile. `z` is the limb or,
+    // Loads ROWS rows from `row` on, for one step of k; with ALL, to the CTAs of `to_ctas`. `z` is the limb or,
     // with IN_SAMPLES, the sample; the contiguous dimension (rows if MN-major, else k) then counts within that sample.
     template <int ROWS, bool ALL>
     static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int z,

@@ -38,17 +38,17 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Loads a box. With ALL the box goes to the same place, and counts at the same barrier, in every CTA that shares the
-// tile. DEEP: the map has a third dimension, the limb or the sample.
+// Loads a box. With ALL the box goes to the same place, and counts at the same barrier, in every CTA that has a bit in
+// to_ctas. DEEP: the map has a third dimension, the limb or the sample.
 #define TMA_LOAD(DIMENSIONS, COORDINATES, MULTICAST, MASK)                                                         \
     asm volatile("cp.async.bulk.tensor." DIMENSIONS                                                                \
                  ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" MULTICAST " [%0], [%1, {" COORDINATES \
                  "}], [%2]" MASK ";" ::"r"(smem(to)),                                                              \
-                 "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(z), "h"(every_cta)                                  \
+                 "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(z), "h"(to_ctas)                                    \
                  : "memory")
 template <bool ALL, bool DEEP = MATRICES == 2>
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int z,
-                                         short every_cta = 0) {
+                                         short to_ctas = 0) {
     if constexpr (!DEEP && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
     if constexpr (!DEEP && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
     if constexpr (DEEP && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");

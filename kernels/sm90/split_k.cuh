@@ -5,13 +5,14 @@
 // A thread sends elements of its accumulator to the thread with the same number in the other CTA, which works on the
 // same two features. The elements of every 8 rows (j, accumulator.cuh) are 16 bytes, and a tile has BLOCK_M / 8 of
 // these. They arrive in the pipeline's memory, as [part][BLOCK_M / 8][CONSUMERS] of 16 bytes, after the CTA's wgmmas
-// have read all stages. A CTA keeps its own part in registers. It receives and sends 512 (PRODUCT_M - BLOCK_M) bytes, the
-// minimum.
+// have read all stages. A CTA keeps its own part in registers. It receives and sends 512 (PRODUCT_M - BLOCK_M) bytes,
+// the minimum.
 #pragma once
 #include "sm90/cta.cuh"
 
 constexpr int SENT_BYTES = (PRODUCT_ACC - ACC) * 4 * CONSUMERS;  // bytes that the other CTAs send to each CTA
-static_assert(SPLIT_K == 1 || SENT_BYTES <= STAGES * STAGE_BYTES, "the pipeline holds what is sent");
+static_assert(SPLIT_K == 1 || PRODUCT_ACC * 4 * CONSUMERS <= STAGES * STAGE_BYTES,
+              "the pipeline has room for all parts");
 
 // All consumers of the cluster call this, with no wgmma in flight. `of_all` has the sums over this CTA's range of k; d
 // becomes the sums over all of k. Parts are added in the order of their numbers, so that the bits are always the same.
