@@ -89,8 +89,8 @@
 // The steps are split into parts_alone parts of equal size; each part makes an (m, n) matrix of y, and reduce_split_k
 // adds these matrices.
 //
-// The launch ahead. A CTA may begin while the launch ahead still runs. Each role waits for it in Cta::begin, right before
-// the role first needs global memory. Until then it computes what needs none: the code that does so runs once in a
+// The launch ahead. A CTA may begin while the launch ahead still runs. Each role waits for it in Cta::begin, right
+// before the role first needs global memory. Until then it computes what needs none: the code that does so runs once in a
 // launch, and fetching it takes longer than running it.
 //
 // Two CTAs on an SM. With OCCUPANCY 2 a CTA has half of an SM, and its pipeline has half of the stages. CTAs of the

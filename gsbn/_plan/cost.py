@@ -36,7 +36,6 @@ def one_launch_us(
     and the CTAs exchange sums.
     """
     m, n, k, dtype, *_ = p
-    # CTAs that share a tile of x, and of w
     x_sharers, w_sharers = sharers(mode, cluster, cluster_m)
     of_cluster = cluster * cluster_m * split
     rows, ctas, product_m = ceil_div(m, block_m * w_sharers), clusters * of_cluster, split * block_m
@@ -65,7 +64,7 @@ def one_launch_us(
     two = occupancy(element, mode, block_m, of_cluster) == 2
     # If the GPU has room for as many clusters again, the next launch begins while this one runs.
     overlaps = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(of_cluster))
-    in_flight = stages(element, mode, block_m, cluster, split)
+    in_flight = stages(element, mode, block_m, of_cluster, split)
     if two and overlaps and mode == "inference" and cold < 0.5 and not (p.x.own or p.w.own):
         in_flight *= 2  # an SM has a CTA of each; both pipelines fill at once, but not in training or from memory
     pace.append(latency / in_flight)

@@ -7,6 +7,7 @@ from typing import Literal
 from .copies import in_rows
 from .cost import copies_us, cublas_us, passes_us
 from .gemm import LEAST_TERMS, cublas_obstacle, for_cublas, for_sm90, for_tiled, sm90_obstacle
+from .h100 import rates_on
 from .h200 import H200
 from .problem import ITEMSIZE, Matmul
 from .skinny import rematerializes, serves_skinny, skinny_forward
@@ -82,7 +83,7 @@ def _fastest(
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
-        rates = H200 if training or ITEMSIZE[p.dtype] > 2 else H200.on(p.device, "inference")  # as cheapest_tile's
+        rates = H200 if training or ITEMSIZE[p.dtype] > 2 else rates_on(p.device, "inference")  # as cheapest_tile's
         by_cublas = cublas_us(theirs, element, after, saves=call.saves, rates=rates) + copies_us(theirs)
         if separate and element != "limbs":
             return "cublas", f"{separate} come between two launches, which leaves a bare GEMM", by_cublas

@@ -113,6 +113,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split, cluster_m
     )
     cluster, cluster_m = sharers(mode, cluster, cluster_m)
+    ctas = clusters * cluster * cluster_m * split
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     by_rows = mode == "recompute" or (mode == "gemm" and mostly_writes(p))
     panel = columns if by_rows else panel_of(p, mode, element)
@@ -130,7 +131,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         words = (order.parts_alone if mode == "recompute" else rows) * blocks
         words += in_panels * in_parts[0] + (blocks - in_panels) * in_parts[1] if defers else 0
         merged, epoch = statistics_words(words, blocks, saves=saves)
-        workspace = epoch + round_up(8 * (1 + clusters * cluster * split * cluster_m), 256)
+        workspace = epoch + round_up(8 * (1 + ctas), 256)
     made = None
     if by_limbs(element) and mode != "gemm":  # for "gemm", limbs.py lays out the limbs
         of_w = 0 if prepared or element == "limbs_rs" else n

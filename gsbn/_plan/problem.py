@@ -115,7 +115,7 @@ class Limits(NamedTuple):
     choice is ignored.
     """
 
-    sm90: tuple[int, ...] | None = None  # forward_sm90's BLOCK_M, CLUSTER, and SPLIT_K if not 1
+    sm90: tuple[int, ...] | None = None  # forward_sm90's BLOCK_M, CLUSTER; SPLIT_K, CLUSTER_M if not 1
     split: bool | None = None  # split-k in forward_sm90
     recompute: bool | None = None  # mode "recompute" of forward_sm90 in training
     cluster_batch: bool | None = None  # mode "cluster_batch" of forward_sm90 in training

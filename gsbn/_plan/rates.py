@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from .problem import Device
-
-# Rates of inference in 16 bits, fitted to docs/results/sweep_h100.jsonl; below, those that are dicts by mode
-H100_INFERENCE: dict[str, Any] = {
-    "sharing_us": 0.0567,
-    "tma_rate": {True: 0.149, False: 0.0764},
-    "cluster_us": {2: 0.357, 4: 0.104, 8: 0.222, 16: 0.907},
-    "exchange_rate": 0.0339,
-    "exchange_us": 0.0117,
-    "l2_us": 0.459,
-    "step_us": 0.103,
-    "early_us": 0.883,
-    "constants_us": 0.0006,
-    "short_passes": 1.16,
-}
-H100_INFERENCE_OF_MODE = {"call_us": 2.54, "tile_us": 0.332, "row_us": 0.0034}
+from typing import NamedTuple
 
 
 class Rates(NamedTuple):
@@ -92,24 +75,3 @@ class Rates(NamedTuple):
     g_rate: tuple[float, float]  # the g that scale_stats reads
     y_cublas_rate: tuple[float, float]  # the g that normalize reads, and the y that it writes
     l2_mb: float  # operands up to this size stay in L2, and g up to 0.8 times this
-
-    def on(self, device: Device, mode: str) -> Rates:
-        """Return the rates of a forward of 16 bits on a device with slower or faster memory than an H200's.
-
-        Modes "training" and "inference" were measured on an H100, whose L2 feeds tiles more slowly, too. For inference,
-        what does not depend on memory was fitted anew.
-        """
-        if device.bandwidth == 1.0:
-            return self
-        if mode == "inference":
-            hot, cold = self.y_cublas_rate
-            of_mode = {name: getattr(self, name) | {mode: us} for name, us in H100_INFERENCE_OF_MODE.items()}
-            return self._replace(
-                l2_rate=self.l2_rate * device.bandwidth,
-                y_cublas_rate=(hot * device.bandwidth, cold * device.bandwidth),
-                **H100_INFERENCE,
-                **of_mode,
-            )
-        y_rate = self.y_rate | {"training": self.y_rate["training"] * device.bandwidth}
-        deferred_rate, copy_rate = self.deferred_rate * device.bandwidth, self.copy_rate * device.bandwidth
-        return self._replace(y_rate=y_rate, deferred_rate=deferred_rate, copy_rate=copy_rate)

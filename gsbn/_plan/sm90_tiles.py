@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from .copies import on_words, whole_words
 from .cost import copy_us, one_launch_us, recompute_us, split_us
+from .h100 import rates_on
 from .h200 import H200
 from .h200_products import PRODUCTS
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
@@ -85,7 +86,7 @@ def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> T
     alike = [t for t in found if mode == "inference" or (t.mode != "cluster_batch" and t.split == 1)]
     if mode == "gemm" or best not in alike or ITEMSIZE[p.dtype] > 2 or p.device.bandwidth == 1.0:
         return best
-    rates = H200.on(p.device, mode)
+    rates = rates_on(p.device, mode)
     again = [(tile_of(p, t.mode, element, *t.sizes, call=call, rates=rates) or t, t) for t in alike]
     there, tile = min(again)
     return there if mode == "inference" else tile

@@ -159,12 +159,13 @@ def forward_sm90(
     ranks share the batch.
     """
     of_x, of_w = sharers(mode, cluster, cluster_m)
+    ctas = of_x * of_w * split
     defines = {
         "ELEMENT": ELEMENTS[element],
         "MODE": MODES[mode],
         "BLOCK_M": str(block_m),
-        "STAGES": str(stages(element, mode, block_m, cluster, split)),
-        "OCCUPANCY": str(occupancy(element, mode, block_m, cluster * split)),
+        "STAGES": str(stages(element, mode, block_m, ctas, split)),
+        "OCCUPANCY": str(occupancy(element, mode, block_m, ctas)),
         "CLUSTER": str(of_x),
         "CLUSTER_M": str(of_w),
         "SPLIT_K": str(split),
@@ -198,13 +199,19 @@ def k_in_samples_sm90(element: str, block_m: int) -> Kernel:
     return kernel._replace(defines=(*kernel.defines, ("K_IN_SAMPLES", "1")))
 
 
-def sharers(mode: str, cluster: int, cluster_m: int = 1) -> tuple[int, int]:
+@cache
+def pass_rows(kernel: Kernel) -> int:
+    """Return how many rows of y a variant stores at a time."""
+    return Constants(CONFIG, dict(kernel.defines))["PASS_M"]
+
+
+def sharers(mode: str, cluster: int, cluster_m: int) -> tuple[int, int]:
     """Return how many CTAs of a cluster share a tile of x, and one of the weight. `cluster`: a tile's CLUSTER."""
     return (1, cluster) if mode == "cluster_batch" else (cluster, cluster_m)
 
 
-def stages(element: str, mode: str, block_m: int, cluster: int, split: int) -> int:
-    if occupancy(element, mode, block_m, cluster * split) == 2:
+def stages(element: str, mode: str, block_m: int, ctas: int, split: int) -> int:
+    if occupancy(element, mode, block_m, ctas) == 2:
         return {"inference": 4, "cluster_batch": 5}[mode]
     return {256: 4, 192: 5, 160: 5, 128: 6, 96: 7, 64: 8, 32: 8}[split * block_m] // (2 if by_limbs(element) else 1)
 

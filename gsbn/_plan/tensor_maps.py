@@ -6,7 +6,7 @@ from typing import Any
 
 from .gemm import OneLaunch
 from .problem import ITEMSIZE, Matmul
-from .sm90_variants import COLUMN, SM90_BLOCK_N, by_limbs
+from .sm90_variants import COLUMN, SM90_BLOCK_N, by_limbs, pass_rows
 
 L2_NONE, L2_128B, L2_256B = 0, 2, 3  # CUtensorMapL2promotion
 
@@ -18,6 +18,7 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     p.w give the layout of limbs in float32 elements. If CTAs share an operand, a transfer takes one limb, else both.
     """
     m, n, k, dtype, _, x, w, y, _ = p
+    stored = pass_rows(one.kernel)  # rows of y in a box
     multiplied = one.block_m * one.split  # rows of x that a CTA multiplies
     if by_limbs(one.element):
         of_limbs = "float16", SM90_BLOCK_N // one.cluster_m, 64, L2_256B, 2 if one.cluster_m == 1 else 1
@@ -30,11 +31,10 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
         return [
             (m, k, 4 * x.strides[0], "float16", multiplied, 64, L2_256B, 3 - one.cluster),
             w_map,
-            (m, n, 4 * y.strides[0], "float32", min(one.block_m, 32), 32, L2_NONE),
+            (m, n, 4 * y.strides[0], "float32", stored, 32, L2_NONE),
         ]
     size = ITEMSIZE[dtype]
     width = 128 // size
-    store_rows = min(one.block_m, 32 if size == 4 or one.block_m & (one.block_m - 1) else 64)
     maps: list[tuple[Any, ...]] = []
     for at, rows, box in ((x, m, multiplied // one.cluster), (w, n, SM90_BLOCK_N // one.cluster_m)):
         if at.strides[1] == 1:
@@ -44,5 +44,5 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
         else:
             maps.append((k, rows, at.strides[1] * size, one.element, width, COLUMN, L2_256B))
     if one.wide:
-        return [*maps, (m, n, y.strides[0] * 4, "float32", 32, 32, L2_NONE)]
-    return [*maps, (m, n, y.strides[0] * size, dtype, store_rows, width, L2_NONE)]
+        return [*maps, (m, n, y.strides[0] * 4, "float32", stored, 32, L2_NONE)]
+    return [*maps, (m, n, y.strides[0] * size, dtype, stored, width, L2_NONE)]

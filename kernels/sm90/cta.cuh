@@ -219,8 +219,8 @@ struct Cta {
     }
 
     __device__ __forceinline__ bool independent() const { return MODE == MODE_GEMM && p.flags & FLAG_INDEPENDENT; }
-    // Every warp calls this right before it first reads or writes global memory. What it does before that runs beside the
-    // launch ahead. Once the launch ahead has ended, a second call costs nothing.
+    // Every warp calls this right before it first reads or writes global memory. What it does before that runs beside
+    // the launch ahead. Once the launch ahead has ended, a second call costs nothing.
     __device__ __forceinline__ void begin() const {
         if (independent())
             let_next_kernel_begin();

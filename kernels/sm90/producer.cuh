@@ -5,13 +5,14 @@
 #include "sm90/operand.cuh"
 
 __device__ __forceinline__ void Cta::produce(int rank) const {
-    // a bit for each CTA that shares x, and w
+    // A bit for each CTA: those with the same rows share x, and their ranks are ROWS_OF_CLUSTER apart; those with the
+    // same features share w.
     constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << ROWS_OF_CLUSTER) - 1);
     const short x_ctas = SIDES << rank % ROWS_OF_CLUSTER, w_ctas = ((1 << CLUSTER_M) - 1) << (rank - rank % CLUSTER_M);
     int phase = 0, s = 0;
     for (int nth = 0; has(nth); ++nth) {
         const auto [row, block] = tile(nth, rank);
-        // If CTAs share x, each loads half of the rows, or one limb of all rows. If they share w, each loads some rows
+        // If CTAs share x, each loads some of the rows, or one limb of all rows. If they share w, each loads some rows
         // of each limb.
         const int x_part = CLUSTER > 1 ? rank / ROWS_OF_CLUSTER : 0,
                   w_first = CLUSTER_M > 1 ? rank % CLUSTER_M * (BLOCK_N / CLUSTER_M) : 0;

@@ -10,6 +10,7 @@ import pytest
 
 from gsbn._cuda.kernels import _bandwidth
 from gsbn._plan import Device
+from gsbn._plan.h100 import rates_on
 from gsbn._plan.h200 import H200 as RATES
 from tests.plan.fits import A100, H200, OLD_NVRTC, SHARES, contiguous, is_recompute
 from tests.plan.seen import backward_plan, plan
@@ -161,8 +162,8 @@ def test_slower_memory_makes_g_twice_more_often(shape: tuple[int, int, int], rec
     m, k, n = shape
     one = plan(contiguous(m, n, k, "bfloat16", device=H200._replace(bandwidth=0.68)), training=True, saved=True).one
     assert one is not None and is_recompute(one) == recomputes and one.cluster == cluster
-    assert RATES.on(H200, "training") is RATES
-    assert RATES.on(H200._replace(bandwidth=0.5), "training").copy_rate == RATES.copy_rate / 2
+    assert rates_on(H200, "training") is RATES
+    assert rates_on(H200._replace(bandwidth=0.5), "training").copy_rate == RATES.copy_rate / 2
 
 
 def test_the_bandwidth_of_memory() -> None:
