@@ -147,7 +147,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims__(CLUSTER_CTAS, 1, 1) forward_sm90(
     const __grid_constant__ ForwardSm90Problem p,
     const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / CLUSTER rows x 128 bytes, swizzled
-    const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N / CLUSTER_M rows; MN-major: BLOCK_K of k x 128 bytes
+    const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N / CLUSTER_M rows; MN-major ones: SmemOperand::load
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes; not used without FLAG_VECTOR_Y
 #if SAVE_DEVIATIONS
     const __grid_constant__ TensorMap deviations_map,  // the same for the deviations, whose pitch is p.ld_deviations

@@ -39,6 +39,7 @@ from gsbn._plan.sm90_variants import (
     CLUSTER_BATCH_TILES,
     CLUSTERS,
     ELEMENTS,
+    GEMM_TILES,
     LIMBS_RS_TILES,
     MODES,
     SHARING_TILES,
@@ -291,10 +292,15 @@ def skinny(element, features, chunks, activation):
         forward(limits(skinny=True), shape, dtype, "tiled", training, precision, saved, activation)
 
 
-def product_of(name, dtype, block_m, cluster):
+def product_of(name, dtype, *tile):
     """dx = dg w or dw = dgᵀ x by forward_sm90, with MN-major operands."""
-    shape = 2 * block_m - 8, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last tiles of rows, k and features are partial
-    multiply(limits(sm90=(block_m, cluster)), shape, dtype, "highest", x_mn_major=name == "dw", w_mn_major=True)
+    block_m, cluster, split, cluster_m = (*tile, 1, 1)[:4]
+    # The last tiles of rows, k and features are partial. Where CTAs share all, two clusters have tiles side by side.
+    rows, k, columns = 2 * block_m * split * cluster_m - 8, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N + 40
+    if len(tile) == 2:
+        k, columns = 136, 4 * _plan.SM90_BLOCK_N + 40
+    within = limits(4 if len(tile) == 2 else 32, sm90=tile)
+    multiply(within, (rows, k, columns), dtype, "highest", x_mn_major=name == "dw", w_mn_major=True)
 
 
 def multiply(within, shape, dtype, precision, *, x_mn_major=False, w_mn_major=False):
@@ -371,10 +377,13 @@ def variants():
         yield name + (f" {activation}" if activation else ""), sm90, choice
     for tile in LIMBS_RS_TILES:
         yield "sm90 limbs_rs gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
-    for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
-        name, dtype, *tile = choice
-        if _plan.forward_sm90(dtype, "gemm", *tile, x_mn_major=name == "dw", w_mn_major=True) in known:
-            yield "sm90 {} {} {}x{}".format(*choice), product_of, choice
+    for x_mn_major, dtype in product(GEMM_TILES, ("float16", "bfloat16")):
+        for tile in (*product(BLOCKS_M, CLUSTERS), *GEMM_TILES[x_mn_major]):
+            block_m, cluster, split, cluster_m = (*tile, 1, 1)[:4]
+            of = {"x_mn_major": x_mn_major, "w_mn_major": True, "split": split, "cluster_m": cluster_m}
+            if _plan.forward_sm90(dtype, "gemm", block_m, cluster, **of) in known:
+                name = "dw" if x_mn_major else "dx"
+                yield f"sm90 {name} {dtype} " + "x".join(map(str, tile)), product_of, (name, dtype, *tile)
 
 
 def main():

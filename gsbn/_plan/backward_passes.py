@@ -18,9 +18,21 @@ SUMS_CTAS, DG_CTAS = 2, 2  # CTAs per SM of backward_sums and of backward_dg
 ROW_THREADS, FEW_ELEMENTS = (8, 16), 8_000_000
 SHARED_SPLITS = 4  # backward_sums uses clusters if at least this many fit per block of columns
 FUSED_ROWS, FUSED_CTAS = 1024, 2  # backward_fused does all passes up to these rows per CTA and CTAs per SM
-# A cluster of backward_fused shares columns if each CTA has at least SHARED_ROWS rows, and dy at most SHARED_ELEMENTS
-# elements. The second limit is for two CTAs per SM: one of them loads while the other waits for its cluster.
-SHARED_ROWS, SHARED_ELEMENTS = 128, (6_000_000, 20_000_000)
+# A cluster of backward_fused shares columns if dy has at most so many elements. The second limit is for two CTAs per
+# SM: one of them loads while the other waits for its cluster.
+SHARED_ELEMENTS = 6_000_000, 20_000_000
+
+
+class Sharing(NamedTuple):
+    """When a cluster of backward_fused shares columns. With more rows, two launches are faster (planner.md)."""
+
+    least: int  # rows of a CTA
+    most: int
+    most_cut: int  # the same if rows of dy end within 16 bytes: the last columns are then loaded more slowly
+    per_cta: int  # each CTA of the cluster costs as much as so many words of 16 bytes of dy
+
+
+SHARING = {2: Sharing(32, 704, 352, 60), 4: Sharing(128, FUSED_ROWS, FUSED_ROWS, 0)}  # by the bytes of an element
 
 
 class Passes(NamedTuple):
@@ -110,13 +122,15 @@ def _shared_columns(p: Matmul, row_threads: int) -> tuple[int, int]:
     the choice without clusters.
     """
     m, n, size, asked = p.m, p.n, ITEMSIZE[p.dtype], p.limits.cluster
+    least, most, most_cut, per_cta = SHARING[size]
+    most = most_cut if n * size % 16 else most
     found = []
     for cluster, wide in itertools.product(COLUMN_CLUSTERS, (4, 8, 16)):
         blocks, rows = ceil_div(n, wide * 16 // size), ceil_div(m, cluster)
         resident = p.device.clusters(cluster) * p.device.ctas(FUSED_CTAS) // p.device.sms
-        wins = rows >= SHARED_ROWS and m * n <= SHARED_ELEMENTS[blocks * cluster > p.device.sms]
+        wins = least <= rows <= most and m * n <= SHARED_ELEMENTS[blocks * cluster > p.device.sms]
         if blocks <= resident and rows <= FUSED_ROWS and (wins if asked is None else asked == cluster):
-            found.append((rows * wide, cluster, wide))
+            found.append((rows * wide + per_cta * cluster, cluster, wide))
     work, cluster, wide = min(found, default=(0, 0, 0))
     alone = asked is None and m <= FUSED_ROWS and m * row_threads <= work
     return (row_threads, 1) if alone or not found else (wide, cluster)

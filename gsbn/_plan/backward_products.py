@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from .copies import in_rows, on_words, start_on_words
 from .cost import copies_us, ieee_us, product_us, word_of
+from .cublas_tiles import cublas_tiles_us
 from .declared import flags
 from .gemm import (
     LEAST_TERMS,
@@ -34,6 +35,7 @@ from .variants import SPLIT_WIDTHS, TALL_THREADS
 # 0.15.
 LEAST_GAIN = 1.1
 FILL = 0.94  # forward_sm90 beats cuBLAS if its largest tiles fill this part of several waves (docs/history/backward.md)
+LEAST_GAIN_16 = 1.05  # the same for forward_sm90 in 16 bits, where the two models err by 0.1 and 0.13
 
 
 class Product(NamedTuple):
@@ -292,7 +294,8 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul, padd
         by_cublas = _cublas_us(padded or theirs, p.dtype) + PRODUCTS.call_us["gemm"]
         by_cublas += PRODUCTS.cublas_off_words_us if padded is not None else 0.0
         return ours + copies_us(p, rates=PRODUCTS) < by_cublas
-    return ours <= PRODUCTS.cublas_host_us
+    by_cublas = cublas_tiles_us(p)
+    return LEAST_GAIN_16 * ours < by_cublas or ours <= min(PRODUCTS.cublas_host_us, by_cublas)
 
 
 def _fills_waves(p: Matmul) -> bool:
@@ -301,5 +304,5 @@ def _fills_waves(p: Matmul) -> bool:
     resident = p.device.clusters(tile.cluster)
     block_n = SM90_BLOCK_N * tile.cluster
     waves = ceil_div(ceil_div(p.m, tile.block_m) * ceil_div(p.n, block_n), resident)
-    largest = (tile.block_m, tile.cluster) == (BLOCKS_M[0], CLUSTERS[0])
+    largest = tile.shape == (BLOCKS_M[0], CLUSTERS[0])
     return largest and waves > 1 and p.m * p.n >= FILL * waves * resident * tile.block_m * block_n

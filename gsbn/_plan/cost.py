@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import mul
 
 from .copies import on_words, word
 from .h200 import H200
@@ -42,15 +43,16 @@ def one_launch_us(
     limbs = 2 if by_limbs(element) else 1
     size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # bytes of an operand's element
     width = min(n, SM90_BLOCK_N)  # features of a tile
-    loaded = limbs * ctas * (product_m / x_sharers + width / w_sharers) * 128e-6
+    # the MB that a CTA loads in a step, and the pitch of their rows in bytes
+    loads = [limbs * rows * 128e-6 for rows in (product_m / x_sharers, width / w_sharers)]
+    pitches = [max(at.strides) * size for at in (p.x, p.w)]
+    factors = [rates.off_line if limbs == 1 and pitch % 128 else 1.0 for pitch in pitches]
     groups = ceil_div(rows, split)  # groups of `split` tiles
     distinct = min(groups, clusters) * product_m * w_sharers + max(1.0, clusters / groups) * x_sharers * width
     distinct *= limbs * split * 128e-6
     operands = 1e-6 * limbs * (m + n) * k * size
     cold = min(1.0, max(0.0, operands / rates.l2_mb - 1))  # the part of the operands that does not stay in L2
-    feed = loaded / rates.l2_rate + cold * distinct / rates.memory_rate
-    if limbs == 1 and any(max(at.strides) * size % 128 for at in (p.x, p.w)):
-        feed *= rates.off_line
+    feed = ctas * sum(map(mul, loads, factors)) / rates.l2_rate + cold * distinct * max(factors) / rates.memory_rate
     products = 3 if by_limbs(element) else 1
     pace = [products * rates.mma_us * product_m, rates.step_us, feed]
     if element == "limbs_rs":
@@ -68,8 +70,9 @@ def one_launch_us(
     if two and overlaps and mode == "inference" and cold < 0.5 and not (p.x.own or p.w.own):
         in_flight *= 2  # an SM has a CTA of each; both pipelines fill at once, but not in training or from memory
     pace.append(latency / in_flight)
-    on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
-    pace.append(limbs * (product_m / x_sharers + width / w_sharers) * 128e-6 / rates.tma_rate[on_sectors])
+    pace.append(
+        sum(mb / rates.tma_rate[limbs == 2 or pitch % 32 == 0] for mb, pitch in zip(loads, pitches, strict=True))
+    )
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
     step = sum(us**6 for us in pace) ** (1 / 6)  # a smooth maximum
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _off_line(p, rates)
@@ -119,7 +122,7 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bo
     y *= _off_line(p, rates)
     first, again = (
         max(product + rates.tile_statistics_us, x),
-        max(product + rates.tile_us["recompute"] * (1 + saves), x + y),
+        max(product + rates.tile_us["recompute"], x + y),
     )
     us = waves * first + (waves - 1) * again + y
     # this mode does twice the arithmetic of other modes

@@ -17,6 +17,7 @@ from .sm90_variants import (
     CLUSTER_BATCH_TILES,
     CLUSTERS,
     COLUMN,
+    GEMM_TILES,
     LIMBS_RS_TILES,
     RANKS_CLUSTERS,
     SHARING_TILES,
@@ -104,6 +105,8 @@ def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list
     tiles: list[tuple[int, ...]] = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, clusters)]
     tiles += SHARING_TILES if mode == "inference" and ITEMSIZE[p.dtype] == 2 else ()
     tiles += SPLIT_K_TILES_BY_MODE.get(mode, ()) if not ranks else ()
+    if mode == "gemm" and _of_backward(p):
+        tiles += GEMM_TILES[p.x.strides[1] != 1]
     found = [(element, mode, tile) for tile in tiles]
     if mode == "training" and not ranks:
         found += [(element, "recompute", tile) for tile in tiles]
@@ -134,13 +137,13 @@ def tile_of(
 
     Returns None if forward_sm90 cannot have the tile.
     """
-    rates = rates or (PRODUCTS if mode == "gemm" else H200)
+    rates = rates or _rates(p, mode)
     if element == "limbs_rs" and not _takes_weight_as_it_lies(p, mode):
         return None
     largest = largest_block(element)
     if block_m > largest or (mode == "recompute" and block_m < largest):
         return None
-    if mn_major_operands(p, mode, element)[0] and block_m // cluster < COLUMN:
+    if mn_major_operands(p, mode, element)[0] and block_m * split % COLUMN:
         return None
     # The CTAs of a cluster that do not share k have adjacent tiles: below each other, or side by side.
     of_columns, of_rows = sharers(mode, cluster, cluster_m)
@@ -178,6 +181,17 @@ def tile_of(
     if mode == "training" and waves > 1 and not whole_words(p.y, p.n, ITEMSIZE[p.dtype]):
         us += copy_us(p.m * p.n * ITEMSIZE[p.dtype], rates=rates)  # deferred tiles wait in other memory than y
     return Tile(us, block_m, cluster, clusters, mode, split, element, cluster_m)
+
+
+def _rates(p: Matmul, mode: str) -> Rates:
+    if mode != "gemm":
+        return H200
+    return rates_on(p.device, mode) if _of_backward(p) else PRODUCTS
+
+
+def _of_backward(p: Matmul) -> bool:
+    """Return whether a GEMM is a product of the backward in 16 bits."""
+    return ITEMSIZE[p.dtype] == 2 and p.w.strides[1] != 1
 
 
 def panel_of(p: Matmul, mode: str, element: str) -> int:

@@ -14,7 +14,8 @@ L2_NONE, L2_128B, L2_256B = 0, 2, 3  # CUtensorMapL2promotion
 def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     """Return the arguments of `tensor_map` after the pointer, for x, weight and y.
 
-    A box is 128 bytes wide and as high as one transfer. If an operand is MN-major, the box's rows run over k. p.x and
+    A box is 128 bytes wide and as high as one transfer. If an operand is MN-major, the box's rows run over k; CTAs that
+    share it divide its columns and then k (kernels/sm90/operand.cuh). p.x and
     p.w give the layout of limbs in float32 elements. If CTAs share an operand, a transfer takes one limb, else both.
     """
     m, n, k, dtype, _, x, w, y, _ = p
@@ -36,13 +37,15 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     size = ITEMSIZE[dtype]
     width = 128 // size
     maps: list[tuple[Any, ...]] = []
-    for at, rows, box in ((x, m, multiplied // one.cluster), (w, n, SM90_BLOCK_N // one.cluster_m)):
+    for at, rows, tile, parts in ((x, m, multiplied, one.cluster), (w, n, SM90_BLOCK_N, one.cluster_m)):
         if at.strides[1] == 1:
             pitch = at.strides[0] * size
             # a box's row of 128 bytes that straddles two lines of L2 would ask for 512 bytes
-            maps.append((rows, k, pitch, one.element, box, width, L2_128B if pitch % 128 else L2_256B))
+            maps.append((rows, k, pitch, one.element, tile // parts, width, L2_128B if pitch % 128 else L2_256B))
         else:
-            maps.append((k, rows, at.strides[1] * size, one.element, width, COLUMN, L2_256B))
+            columns = tile // COLUMN
+            by_k = max(1, parts // (columns & -columns))
+            maps.append((k, rows, at.strides[1] * size, one.element, width // by_k, COLUMN, L2_256B))
     if one.wide:
         return [*maps, (m, n, y.strides[0] * 4, "float32", stored, 32, L2_NONE)]
     return [*maps, (m, n, y.strides[0] * size, dtype, stored, width, L2_NONE)]

@@ -12,7 +12,7 @@
 #define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256; 16 with SPLIT_K; 96, 160, 192 with CLUSTER_M
 #define STAGES 4           // stages of the pipeline in shared memory
 #define OCCUPANCY 1        // CTAs on an SM: 1, 2
-#define CLUSTER 2          // CTAs that share an x tile: 1, 2; in MODE_INFERENCE with 16 bits also 4
+#define CLUSTER 2          // CTAs that share an x tile: 1, 2; in 16 bits in MODE_INFERENCE and MODE_GEMM also 4
 #define CLUSTER_M 1        // CTAs that share a w tile: 1, 2, 4, 8, in these; 1 to 16 in MODE_CLUSTER_BATCH
 #define SPLIT_K 1          // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8
 #define SAVE_DEVIATIONS 0  // 1, only in modes that train: also write the deviations
@@ -114,8 +114,10 @@ constexpr int CLUSTER_CTAS = CLUSTER * CLUSTER_M * SPLIT_K;
 constexpr int SHARERS = CLUSTER + CLUSTER_M - 1;      // all CTAs with which a CTA shares a tile, and itself
 constexpr int ROWS_OF_CLUSTER = CLUSTER_M * SPLIT_K;  // tiles of a cluster, one below the other
 static_assert(CLUSTER_M == 1 || (SPLIT_K == 1 && !CHANNELS_FIRST &&
-                                 (MODE == MODE_CLUSTER_BATCH ? CLUSTER == 1 : MODE == MODE_INFERENCE && OF_16_BITS)),
-              "CLUSTER_M is for MODE_CLUSTER_BATCH, and for inference in 16 bits");
+                                 (MODE == MODE_CLUSTER_BATCH
+                                      ? CLUSTER == 1
+                                      : (MODE == MODE_INFERENCE || MODE == MODE_GEMM) && OF_16_BITS)),
+              "CLUSTER_M is for MODE_CLUSTER_BATCH, and in 16 bits for inference and products");
 
 // A stage holds BLOCK_K of k for BLOCK_N features and PRODUCT_M rows.
 constexpr int MATRICES = BY_LIMBS ? 2 : 1;  // matrices of an operand; with LIMBS_RS, the float32 w takes as many bytes
@@ -129,7 +131,7 @@ constexpr int COLUMN = 64;                    // rows of an MN-major operand tha
 constexpr int W_BYTES = MATRICES * BLOCK_N * 128;
 constexpr int X_BYTES = MATRICES * PRODUCT_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
-static_assert(!X_MN_MAJOR || PRODUCT_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
+static_assert(!X_MN_MAJOR || PRODUCT_M % COLUMN == 0, "an MN-major tile has whole columns");
 
 // The residual of a tile takes one stage, or one for each warpgroup of consumers: 64 features as rows of 128 bytes.
 constexpr int RESIDUAL_BYTES = BLOCK_M * 128;  // of a warpgroup

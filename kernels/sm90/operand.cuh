@@ -4,8 +4,7 @@
 #include "sm90/wgmma.cuh"
 
 // An operand in a stage, swizzled (wgmma.cuh); its rows are rows of x or features of w. If it is K-major, it is one
-// block; if it is MN-major, it is [rows / COLUMN][BLOCK_K][128 bytes]. Either way a row takes 128 bytes, and the
-// operand can be divided at whole columns.
+// block; if it is MN-major, it is [rows / COLUMN][BLOCK_K][128 bytes]. Either way a row takes 128 bytes.
 template <bool MN_MAJOR, bool IN_SAMPLES = false>
 struct SmemOperand {
     static constexpr int BLOCK_BYTES = MN_MAJOR ? BLOCK_K * 128 : 16;  // from column to column; not used if K-major
@@ -15,18 +14,28 @@ struct SmemOperand {
         return operand_descriptor(smem(tile), BLOCK_BYTES);
     }
 
-    // Loads ROWS rows from `row` on, for one step of k; with ALL, to the CTAs of `to_ctas`. `z` is the limb or,
-    // with IN_SAMPLES, the sample; the contiguous dimension (rows if MN-major, else k) then counts within that sample.
-    template <int ROWS, bool ALL>
-    static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int z,
-                                                short to_ctas) {
+    // Loads part `part` of PARTS of the operand, which has ROWS rows from `row` on, for one step of k; with ALL, to the
+    // CTAs of `to_ctas`. A K-major operand is divided by rows; an MN-major one by columns and, if there are more parts
+    // than these allow, by k. gsbn/_plan/tensor_maps.py divides it in the same way. `z` is the limb or, with
+    // IN_SAMPLES, the sample; the contiguous dimension (rows if MN-major, else k) then counts within that sample.
+    template <int ROWS, int PARTS, bool ALL = (PARTS > 1)>
+    static __device__ __forceinline__ void load(char* tile, const TensorMap* map, u64* bar, int step, int row, int part,
+                                                int z, short to_ctas) {
+        if constexpr (MN_MAJOR) {
+            constexpr int COLUMNS = ROWS / COLUMN, POWER_OF_TWO = COLUMNS & -COLUMNS;
+            constexpr int BY_ROWS = PARTS < POWER_OF_TWO ? PARTS : POWER_OF_TWO, BY_K = PARTS / BY_ROWS;
+            constexpr int EACH = COLUMNS / BY_ROWS;  // columns of a part
+            const int first = part % BY_ROWS * EACH, k = part / BY_ROWS * (BLOCK_K / BY_K);
 #pragma unroll
-        for (int r = 0; r < (MN_MAJOR ? ROWS : 1); r += COLUMN) {
-            const int x = MN_MAJOR ? row + r : step * BLOCK_K, y = MN_MAJOR ? step * BLOCK_K : row;
+            for (int c = 0; c < EACH; ++c)
+                tma_load<ALL, IN_SAMPLES>(tile + (first + c) * BLOCK_BYTES + k * 128, map, bar,
+                                          row + (first + c) * COLUMN, step * BLOCK_K + k, z, to_ctas);
+        } else {
+            const int first = part * (ROWS / PARTS);
             if constexpr (MATRICES == 2)  // the limbs of a step are adjacent in a row: split_limbs.cu
-                tma_load<ALL>(to, map, bar, 0, y, 2 * step + z, to_ctas);
+                tma_load<ALL>(tile + first * 128, map, bar, 0, row + first, 2 * step + z, to_ctas);
             else
-                tma_load<ALL, IN_SAMPLES>(to + r * 128, map, bar, x, y, z, to_ctas);
+                tma_load<ALL, IN_SAMPLES>(tile + first * 128, map, bar, step * BLOCK_K, row + first, z, to_ctas);
         }
     }
 };

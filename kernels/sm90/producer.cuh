@@ -12,22 +12,21 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
     int phase = 0, s = 0;
     for (int nth = 0; has(nth); ++nth) {
         const auto [row, block] = tile(nth, rank);
-        // If CTAs share x, each loads some of the rows, or one limb of all rows. If they share w, each loads some rows
-        // of each limb.
-        const int x_part = CLUSTER > 1 ? rank / ROWS_OF_CLUSTER : 0,
-                  w_first = CLUSTER_M > 1 ? rank % CLUSTER_M * (BLOCK_N / CLUSTER_M) : 0;
-        int x_row = (row - rank % SPLIT_K) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / CLUSTER) : 0);
+        // If CTAs share x, each loads a part of it, or one limb of all rows. If they share w, each loads a part of each
+        // limb.
+        const int x_part = CLUSTER > 1 ? rank / ROWS_OF_CLUSTER : 0, w_part = CLUSTER_M > 1 ? rank % CLUSTER_M : 0;
+        int x_row = (row - rank % SPLIT_K) * BLOCK_M;
         int depth = MATRICES == 2 ? x_part : 0;  // number of the limb, or of the sample
         if constexpr (CHANNELS_FIRST) {
             const Samples::Place at = samples().place(row);
-            x_row = at.first + x_part * (PRODUCT_M / CLUSTER), depth = at.sample;
+            x_row = at.first, depth = at.sample;
         }
         int first = first_step;
         const int each = (int(p.y_row) + BLOCK_K - 1) / BLOCK_K;  // K_IN_SAMPLES: steps of a sample
         int sample = 0, in_sample = 0;
         if constexpr (K_IN_SAMPLES) {
             const OfSplit at = of_split(row);
-            x_row = at.row * BLOCK_M + x_part * (PRODUCT_M / CLUSTER), first = at.split * steps;
+            x_row = at.row * BLOCK_M, first = at.split * steps;
             sample = first / each, in_sample = first % each;
         }
         if (nth == 0) begin();
@@ -54,11 +53,14 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             else
 #pragma unroll
                 for (int limb = 0; limb < (CLUSTER_M > 1 ? MATRICES : 1); ++limb)
-                    W::load<BLOCK_N / CLUSTER_M, (CLUSTER_M > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,
-                                                                  &sh.full[s], step, block * BLOCK_N + w_first,
-                                                                  K_IN_SAMPLES ? w_depth : limb, w_ctas);
-            X::load<PRODUCT_M / CLUSTER, (CLUSTER > 1)>(w_tile + W_BYTES + x_part * (X_BYTES / CLUSTER), &x_map,
-                                                        &sh.full[s], step, x_row, depth, x_ctas);
+                    W::load<BLOCK_N, CLUSTER_M>(w_tile + limb * (BLOCK_N * 128), &w_map, &sh.full[s], step,
+                                                block * BLOCK_N, w_part, K_IN_SAMPLES ? w_depth : limb, w_ctas);
+            char* const x_tile = w_tile + W_BYTES;
+            if constexpr (MATRICES == 2)
+                X::load<PRODUCT_M, 1, (CLUSTER > 1)>(x_tile + x_part * (X_BYTES / 2), &x_map, &sh.full[s], step, x_row,
+                                                     0, depth, x_ctas);
+            else
+                X::load<PRODUCT_M, CLUSTER>(x_tile, &x_map, &sh.full[s], step, x_row, x_part, depth, x_ctas);
             if (++s == STAGES) s = 0, phase ^= 1;
         }
 #if RESIDUAL

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gsbn._cuda.kernels import _bandwidth
-from gsbn._plan import Device
+from gsbn._plan import Device, Matmul, Matrix
+from gsbn._plan.backward_products import choose_product
 from gsbn._plan.h100 import rates_on
 from gsbn._plan.h200 import H200 as RATES
 from tests.plan.fits import A100, H200, OLD_NVRTC, SHARES, contiguous, is_recompute
@@ -189,6 +191,47 @@ def test_slower_memory_counts_among_tiles_of_inference() -> None:
     _, as_on_h200 = judged("sweep_h100.jsonl")
     assert len(lines) == 199 and regret.mean() < 0.025 < 0.05 < as_on_h200.mean()
     assert (regret <= 0.05).mean() > 0.82 and (regret <= 0.1).mean() > 0.92
+
+
+def results(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / "docs" / "results" / file).read_text().splitlines()]
+
+
+def test_passes_of_a_backward_choose_what_was_fast() -> None:
+    """docs/results/training_h200.jsonl has bfloat16 backwards of 213 shapes with both ways of dividing dy."""
+    regret = []
+    for line in results("training_h200.jsonl"):
+        B, I, O = line["shape"]
+        passes, us = (
+            backward_plan(contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight")),
+            line["backward"],
+        )
+        if us:
+            sums = passes.sums_launch
+            assert sums is not None
+            cluster = dict(sums.kernel.defines).get("CLUSTER", "1")
+            regret.append(us[cluster if passes.fused else "two launches"] / min(us.values()) - 1)
+    assert len(regret) > 200 and np.mean(regret) < 0.01 and max(regret) < 0.12
+
+
+def test_products_of_a_backward_choose_what_was_fast() -> None:
+    """docs/results/products_h100.jsonl has dx and dw of 290 shapes of multiples of 8, in bfloat16."""
+    device = Device((9, 0), 132, pairs=66, fours=30, eights=15, sixteens=7, bandwidth=0.68)
+    of_cublas, regret = [], []
+    for line in results("products_h100.jsonl"):
+        B, I, O = line["shape"]
+        m, n, k = (B, I, O) if line["product"] == "dx" else (O, I, B)
+        a = Matrix((k, 1) if line["product"] == "dx" else (1, m), True)
+        p = Matmul(m, n, k, "bfloat16", device, a, Matrix((1, n), True), Matrix((n, 1), True))
+        product, us = choose_product(line["product"], p, "highest", "auto"), line["us"]
+        taken = us["cublas"]
+        if product.one is not None:
+            sizes = product.one.block_m, product.one.cluster, product.one.split, product.one.cluster_m
+            taken = us["x".join(map(str, sizes[: 4 if sizes[3] > 1 else 3 if sizes[2] > 1 else 2]))]
+        of_cublas.append(taken / us["cublas"])
+        regret.append(taken / min(us.values()) - 1)
+    assert len(regret) == 580 and np.mean(regret) < 0.06
+    assert np.exp(np.log(of_cublas).mean()) < 0.945 and (np.array(of_cublas) > 1.05).mean() < 0.065
 
 
 def test_regret_is_small_on_the_measured_sweep() -> None:
