@@ -24,15 +24,15 @@ SHARED_ELEMENTS = 6_000_000, 20_000_000
 
 
 class Sharing(NamedTuple):
-    """When a cluster of backward_fused shares columns. With more rows, two launches are faster (planner.md)."""
+    """When a cluster of backward_fused shares columns: elsewhere others were faster (docs/history/backward.md)."""
 
     least: int  # rows of a CTA
-    most: int
-    most_cut: int  # the same if rows of dy end within 16 bytes: the last columns are then loaded more slowly
+    most: int  # the same, with one CTA per SM
+    most_cut: int  # the same, if rows of dy end within 16 bytes: the last columns are then loaded more slowly
     per_cta: int  # each CTA of the cluster costs as much as so many words of 16 bytes of dy
 
 
-SHARING = {2: Sharing(32, 704, 352, 60), 4: Sharing(128, FUSED_ROWS, FUSED_ROWS, 0)}  # by the bytes of an element
+SHARING = {2: Sharing(32, 704, 352, 70), 4: Sharing(128, FUSED_ROWS, FUSED_ROWS, 0)}  # by the bytes of an element
 
 
 class Passes(NamedTuple):
@@ -122,15 +122,16 @@ def _shared_columns(p: Matmul, row_threads: int) -> tuple[int, int]:
     the choice without clusters.
     """
     m, n, size, asked = p.m, p.n, ITEMSIZE[p.dtype], p.limits.cluster
-    least, most, most_cut, per_cta = SHARING[size]
-    most = most_cut if n * size % 16 else most
+    sharing, cut = SHARING[size], n * size % 16 > 0
     found = []
     for cluster, wide in itertools.product(COLUMN_CLUSTERS, (4, 8, 16)):
         blocks, rows = ceil_div(n, wide * 16 // size), ceil_div(m, cluster)
         resident = p.device.clusters(cluster) * p.device.ctas(FUSED_CTAS) // p.device.sms
-        wins = least <= rows <= most and m * n <= SHARED_ELEMENTS[blocks * cluster > p.device.sms]
+        two = blocks * cluster > p.device.sms  # CTAs per SM
+        most = sharing.most_cut if cut else FUSED_ROWS if two else sharing.most
+        wins = sharing.least <= rows <= most and m * n <= SHARED_ELEMENTS[two]
         if blocks <= resident and rows <= FUSED_ROWS and (wins if asked is None else asked == cluster):
-            found.append((rows * wide + per_cta * cluster, cluster, wide))
+            found.append((rows * wide + sharing.per_cta * cluster, cluster, wide))
     work, cluster, wide = min(found, default=(0, 0, 0))
     alone = asked is None and m <= FUSED_ROWS and m * row_threads <= work
     return (row_threads, 1) if alone or not found else (wide, cluster)

@@ -105,7 +105,7 @@ def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list
     tiles: list[tuple[int, ...]] = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, clusters)]
     tiles += SHARING_TILES if mode == "inference" and ITEMSIZE[p.dtype] == 2 else ()
     tiles += SPLIT_K_TILES_BY_MODE.get(mode, ()) if not ranks else ()
-    if mode == "gemm" and _of_backward(p):
+    if mode == "gemm" and _is_backward_gemm(p):
         tiles += GEMM_TILES[p.x.strides[1] != 1]
     found = [(element, mode, tile) for tile in tiles]
     if mode == "training" and not ranks:
@@ -185,12 +185,12 @@ def tile_of(
 
 def _rates(p: Matmul, mode: str) -> Rates:
     if mode != "gemm":
-        return H200
-    return rates_on(p.device, mode) if _of_backward(p) else PRODUCTS
+        return H200  # `cheapest_tile` compares again with those of the device
+    return rates_on(p.device, mode) if _is_backward_gemm(p) else PRODUCTS
 
 
-def _of_backward(p: Matmul) -> bool:
-    """Return whether a GEMM is a product of the backward in 16 bits."""
+def _is_backward_gemm(p: Matmul) -> bool:
+    """Return whether a GEMM in 16 bits has an MN-major weight, as dx and dw have."""
     return ITEMSIZE[p.dtype] == 2 and p.w.strides[1] != 1
 
 

@@ -34,7 +34,7 @@ SHARING_TILES: tuple[tuple[int, ...], ...] = (
     (96, 1, 1, 8), (96, 2, 1, 4), (96, 4, 1, 2), (64, 1, 1, 4), (64, 1, 1, 8), (64, 4, 1, 2), (32, 4, 2),
 )  # fmt: skip
 # The same for the products of the backward in 16 bits, by whether x is MN-major: dx = dg w, dw = dg^T x. On 580
-# products the best of some 35 tiles each was 0.5 % faster than the best of these and of BLOCKS_M and CLUSTERS.
+# products the best of some 35 tiles each was 1 to 2 % faster than the best of these and of BLOCKS_M and CLUSTERS.
 GEMM_TILES: dict[bool, tuple[tuple[int, ...], ...]] = {
     False: (
         (192, 2, 1, 4), (128, 1, 1, 8), (128, 2, 1, 4), (128, 4, 1, 2), (96, 1, 1, 8), (96, 2, 1, 4), (64, 1, 1, 4),

@@ -15,8 +15,8 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     """Return the arguments of `tensor_map` after the pointer, for x, weight and y.
 
     A box is 128 bytes wide and as high as one transfer. If an operand is MN-major, the box's rows run over k; CTAs that
-    share it divide its columns and then k (kernels/sm90/operand.cuh). p.x and
-    p.w give the layout of limbs in float32 elements. If CTAs share an operand, a transfer takes one limb, else both.
+    share it divide its columns, then k (kernels/sm90/operand.cuh). p.x and p.w give the layout of limbs in float32
+    elements. If CTAs share an operand, a transfer takes one limb, else both.
     """
     m, n, k, dtype, _, x, w, y, _ = p
     stored = pass_rows(one.kernel)  # rows of y in a box

@@ -349,8 +349,9 @@ def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in known("sm_90a")
     assert one.kernel.shared <= 227 << 10
     assert (one.workspace, one.limbs) == (0, None)
-    tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
-    assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
+    of_rows, ctas = one.cluster_m * one.split, one.cluster * one.cluster_m * one.split
+    tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * one.cluster))
+    assert 1 <= one.clusters <= min(tiles, p.device.clusters(ctas)) and one.ctas == one.clusters * ctas
     macros = dict(one.kernel.defines)
     for at, rows, mn_major in ((p.x, p.m, macros["X_MN_MAJOR"] == "1"), (p.w, p.n, macros["W_MN_MAJOR"] == "1")):
         (step, pitch), length = (at.strides if mn_major else at.strides[::-1]), rows if mn_major else p.k

@@ -16,10 +16,11 @@ from gsbn._cuda import driver as _driver
 from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix
 from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.declared import reciprocal
-from gsbn._plan.gemm import TileOrder
+from gsbn._plan.gemm import TileOrder, one_launch
 from gsbn._plan.sm90_tiles import OfCall, candidates
 from gsbn._plan.sm90_variants import (
     ELEMENTS,
+    GEMM_TILES,
     LIMBS_RS_TILES,
     MODES,
     SHARING_TILES,
@@ -31,6 +32,7 @@ from tests.plan.fits import (
     H200,
     assert_limb_gemm_fits,
     assert_one_launch_fits,
+    assert_sm90_product_fits,
     contiguous,
     is_cluster_batch,
     quotient,
@@ -108,6 +110,20 @@ def test_clusters_share_both_operands_in_inference(tile: tuple[int, ...], sms: i
         assert_one_launch_fits(p, one)
     found = candidates(contiguous(1700, 1304, 1000, "float32"), "inference", "tf32")
     assert all(tile.cluster_m == 1 for tile in found)
+
+
+@pytest.mark.parametrize("sms", [132, 60, 8])
+@pytest.mark.parametrize("dw", [False, True])
+def test_clusters_share_operands_or_k_in_products_of_a_backward(dw: bool, sms: int) -> None:
+    device = H200.at_most(sms)
+    for tile, (m, n, k) in itertools.product(GEMM_TILES[dw], [(8, 72, 4104), (1704, 1000, 1304), (264, 520, 4160)]):
+        a = Matrix((1, m) if dw else (k, 1), True)
+        limits = Limits(sm90=tile)
+        p = Matmul(m, n, k, "bfloat16", device, a, Matrix((1, n), True), Matrix((n, 1), True), limits)
+        one = one_launch(p, "gemm", "highest")
+        chosen = one.block_m, one.cluster, one.split, one.cluster_m
+        assert chosen == (*tile, 1)[:4] or device.clusters(math.prod(tile[1:])) == 0 or one.split < tile[2]
+        assert_sm90_product_fits(p, one)
 
 
 def test_split_k_serves_a_long_k_and_few_tiles() -> None:
