@@ -113,10 +113,10 @@ constexpr int CONSUMER_REGISTERS = (3 * (OCCUPANCY == 2 ? 80 : 168) - HELPER_REG
 constexpr int CLUSTER_CTAS = CLUSTER * CLUSTER_M * SPLIT_K;
 constexpr int SHARERS = CLUSTER + CLUSTER_M - 1;      // all CTAs with which a CTA shares a tile, and itself
 constexpr int ROWS_OF_CLUSTER = CLUSTER_M * SPLIT_K;  // tiles of a cluster, one below the other
-static_assert(CLUSTER_M == 1 || (SPLIT_K == 1 && !CHANNELS_FIRST &&
-                                 (MODE == MODE_CLUSTER_BATCH
-                                      ? CLUSTER == 1
-                                      : (MODE == MODE_INFERENCE || MODE == MODE_GEMM) && OF_16_BITS)),
+static_assert(CLUSTER_M == 1 ||
+                  (SPLIT_K == 1 && !CHANNELS_FIRST &&
+                   (MODE == MODE_CLUSTER_BATCH ? CLUSTER == 1
+                                               : (MODE == MODE_INFERENCE || MODE == MODE_GEMM) && OF_16_BITS)),
               "CLUSTER_M is for MODE_CLUSTER_BATCH, and in 16 bits for inference and products");
 
 // A stage holds BLOCK_K of k for BLOCK_N features and PRODUCT_M rows.
