@@ -34,8 +34,8 @@ from .variants import SPLIT_WIDTHS, TALL_THREADS
 # `plan_product` takes limbs if the model expects them to be so many times as fast as cuBLAS. The model errs by up to
 # 0.15.
 LEAST_GAIN = 1.1
+LEAST_GAIN_16 = 1.05  # the same for a GEMM in 16 bits, where the models of the two err by 0.09 and 0.13
 FILL = 0.94  # forward_sm90 beats cuBLAS if its largest tiles fill this part of several waves (docs/history/backward.md)
-LEAST_GAIN_16 = 1.05  # the same for forward_sm90 in 16 bits, where the two models err by 0.1 and 0.13
 
 
 class Product(NamedTuple):

@@ -65,8 +65,8 @@ def rates_on(device: Device, mode: str) -> Rates:
     """
     bandwidth = device.bandwidth
     if mode == "gemm":
-        faster = bandwidth / BANDWIDTH
-        return GEMM._replace(memory_rate=GEMM.memory_rate * faster, copy_rate=GEMM.copy_rate * faster)
+        of_h100 = bandwidth / BANDWIDTH
+        return GEMM._replace(memory_rate=GEMM.memory_rate * of_h100, copy_rate=GEMM.copy_rate * of_h100)
     if bandwidth == 1.0:
         return H200
     if mode == "inference":
