@@ -19,10 +19,10 @@
 //
 // Clusters. Two CTAs with neighbouring features form a cluster. Each loads its own w tile and half of the x tile, and
 // multicasts that half to both. In MODE_CLUSTER_BATCH up to 16 CTAs with neighbouring rows form one: each loads its
-// own x tile and multicasts a part of the w tile. In MODE_INFERENCE a cluster may have both: CLUSTER by CLUSTER_M
-// tiles, whose CTAs load a part of both tiles and multicast them, x to the CTAs beside them and w to those above and
-// below. That is less to load, from L2 and for TMA, which is slow where rows do not start on 32 bytes. The grid is
-// persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (TileScheduler).
+// own x tile and multicasts a part of the w tile. In MODE_INFERENCE and MODE_GEMM a cluster may have both: CLUSTER by
+// CLUSTER_M tiles, whose CTAs load a part of both tiles and multicast them, x to the CTAs beside them and w to those
+// above and below. That is less to load, from L2 and for TMA, which is slow where rows do not start on 32 bytes. The
+// grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (TileScheduler).
 //
 // Split k. Where there are few tiles and k is long, the CTAs of a cluster have SPLIT_K tiles, one below the other. Each
 // CTA multiplies all of these tiles over its own range of k. Then the CTAs exchange partial sums (sm90/split_k.cuh),
@@ -132,8 +132,8 @@
 // deviations come from L2 if it still holds them. g is never stored; saved deviations are stored once. The workspace
 // has 16 bytes for each BLOCK_M rows of a feature, which are written once and read once or twice. MODE_RECOMPUTE
 // streams x twice, writes y once, and has 16 bytes of workspace for each CTA and feature. With SPLIT_K,
-// x and w are read as often as with tiles of SPLIT_K * BLOCK_M rows, and each of these rows costs 512 bytes of
-// exchange. MODE_CLUSTER_BATCH streams x once for each block of features, and w and y once.
+// x and w are read as often as with tiles of SPLIT_K * BLOCK_M rows, and each of these rows but the CTA's own costs 512
+// bytes of exchange. MODE_CLUSTER_BATCH streams x once for each block of features, and w and y once.
 
 #include "sm90/modes.cuh"
 #if !defined(MODE) || MODE != MODE_INFERENCE  // in inference the fetched values are needed before a short mainloop ends

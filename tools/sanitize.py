@@ -45,6 +45,7 @@ from gsbn._plan.sm90_variants import (
     SHARING_TILES,
     SPLIT_K_TILES,
     SPLIT_K_TILES_BY_MODE,
+    sizes_of,
 )
 from gsbn._plan.sources import with_activation
 from gsbn._plan.variants import (
@@ -294,7 +295,7 @@ def skinny(element, features, chunks, activation):
 
 def product_of(name, dtype, *tile):
     """dx = dg w or dw = dgᵀ x by forward_sm90, with MN-major operands."""
-    block_m, cluster, split, cluster_m = (*tile, 1, 1)[:4]
+    block_m, cluster, split, cluster_m = sizes_of(tile)
     # The last tiles of rows, k and features are partial. Where CTAs share all, two clusters have tiles side by side.
     rows, k, columns = 2 * block_m * split * cluster_m - 8, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N + 40
     if len(tile) == 2:
@@ -379,7 +380,7 @@ def variants():
         yield "sm90 limbs_rs gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
     for x_mn_major, dtype in product(GEMM_TILES, ("float16", "bfloat16")):
         for tile in (*product(BLOCKS_M, CLUSTERS), *GEMM_TILES[x_mn_major]):
-            block_m, cluster, split, cluster_m = (*tile, 1, 1)[:4]
+            block_m, cluster, split, cluster_m = sizes_of(tile)
             of = {"x_mn_major": x_mn_major, "w_mn_major": True, "split": split, "cluster_m": cluster_m}
             if _plan.forward_sm90(dtype, "gemm", block_m, cluster, **of) in known:
                 name = "dw" if x_mn_major else "dx"

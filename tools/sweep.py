@@ -11,7 +11,8 @@ path on cuBLAS. PyTorch eager is measured, too. Times are device times of calls 
 device busy while the host enqueues; the result of each choice is compared with cuBLAS's.
 docs/results/sweep.jsonl has the times of `measure`, and of 278 problems of other shapes, most of them random.
 docs/results/sweep_h100.jsonl has those of 199 inferences on an H100, whose `Device.bandwidth` is 0.68, in CUDA graphs;
-beside them is PyTorch's addmm on folded weights, not its modules.
+beside them is PyTorch's addmm on folded weights, not its modules. products_h100.jsonl and training_h200.jsonl, of
+single products and of training, name tiles in the same way; nothing here reads them.
 """
 
 import json

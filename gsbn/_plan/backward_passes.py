@@ -24,11 +24,11 @@ SHARED_ELEMENTS = 6_000_000, 20_000_000
 
 
 class Sharing(NamedTuple):
-    """When a cluster of backward_fused shares columns: elsewhere others were faster (docs/history/backward.md)."""
+    """Where a cluster of backward_fused shares columns. The limits were measured (docs/history/backward.md)."""
 
     least: int  # rows of a CTA
-    most: int  # the same, with one CTA per SM
-    most_cut: int  # the same, if rows of dy end within 16 bytes: the last columns are then loaded more slowly
+    most: int  # the same, with one CTA per SM; with two it is FUSED_ROWS
+    most_off_words: int  # the same, if rows of dy end off 16 bytes: the last columns are then loaded more slowly
     per_cta: int  # each CTA of the cluster costs as much as so many words of 16 bytes of dy
 
 
@@ -122,14 +122,14 @@ def _shared_columns(p: Matmul, row_threads: int) -> tuple[int, int]:
     the choice without clusters.
     """
     m, n, size, asked = p.m, p.n, ITEMSIZE[p.dtype], p.limits.cluster
-    sharing, cut = SHARING[size], n * size % 16 > 0
+    sharing, off_words = SHARING[size], n * size % 16 > 0
     found = []
     for cluster, wide in itertools.product(COLUMN_CLUSTERS, (4, 8, 16)):
         blocks, rows = ceil_div(n, wide * 16 // size), ceil_div(m, cluster)
         resident = p.device.clusters(cluster) * p.device.ctas(FUSED_CTAS) // p.device.sms
-        two = blocks * cluster > p.device.sms  # CTAs per SM
-        most = sharing.most_cut if cut else FUSED_ROWS if two else sharing.most
-        wins = sharing.least <= rows <= most and m * n <= SHARED_ELEMENTS[two]
+        two_per_sm = blocks * cluster > p.device.sms
+        most = sharing.most_off_words if off_words else FUSED_ROWS if two_per_sm else sharing.most
+        wins = sharing.least <= rows <= most and m * n <= SHARED_ELEMENTS[two_per_sm]
         if blocks <= resident and rows <= FUSED_ROWS and (wins if asked is None else asked == cluster):
             found.append((rows * wide + sharing.per_cta * cluster, cluster, wide))
     work, cluster, wide = min(found, default=(0, 0, 0))

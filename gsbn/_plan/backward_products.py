@@ -25,7 +25,7 @@ from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .products import Limbs, reduce_split_k, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program
 from .skinny import for_skinny, skinny_product_for
-from .sm90_tiles import cheapest_tile, is_mn_major
+from .sm90_tiles import Tile, cheapest_tile, is_mn_major
 from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
 from .sources import Kernel
 from .split_k import Tall, tall
@@ -286,9 +286,9 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul, padd
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
-    ours = cheapest_tile(p, "gemm", p.dtype).us
-    of_few_rows = p.x.strides[1] != 1 and mostly_writes(p)  # dw
-    if of_few_rows or _fills_waves(p):
+    tile = cheapest_tile(p, "gemm", p.dtype)
+    ours, of_few_rows = tile.us, p.x.strides[1] != 1 and mostly_writes(p)  # dw
+    if of_few_rows or _fills_waves(p, tile):
         return True
     if padded is not None or p != theirs or word_of(p, to_y=True) < 16:
         by_cublas = _cublas_us(padded or theirs, p.dtype) + PRODUCTS.call_us["gemm"]
@@ -298,9 +298,8 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul, padd
     return LEAST_GAIN_16 * ours < by_cublas or ours <= min(PRODUCTS.cublas_host_us, by_cublas)
 
 
-def _fills_waves(p: Matmul) -> bool:
+def _fills_waves(p: Matmul, tile: Tile) -> bool:
     """Return whether the largest tiles fill several waves. There, forward_sm90 was measured faster than cuBLAS."""
-    tile = cheapest_tile(p, "gemm", p.dtype)
     resident = p.device.clusters(tile.cluster)
     block_n = SM90_BLOCK_N * tile.cluster
     waves = ceil_div(ceil_div(p.m, tile.block_m) * ceil_div(p.n, block_n), resident)

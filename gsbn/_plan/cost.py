@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from operator import mul
 
 from .copies import on_words, word
 from .h200 import H200
@@ -43,16 +42,17 @@ def one_launch_us(
     limbs = 2 if by_limbs(element) else 1
     size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # bytes of an operand's element
     width = min(n, SM90_BLOCK_N)  # features of a tile
-    # the MB that a CTA loads in a step, and the pitch of their rows in bytes
+    # of x and w: the MB that a CTA loads in a step, the bytes from row to row, and the factor on their time from L2
     loads = [limbs * rows * 128e-6 for rows in (product_m / x_sharers, width / w_sharers)]
     pitches = [max(at.strides) * size for at in (p.x, p.w)]
-    factors = [rates.off_line if limbs == 1 and pitch % 128 else 1.0 for pitch in pitches]
+    off_line = [rates.off_line if limbs == 1 and pitch % 128 else 1.0 for pitch in pitches]
     groups = ceil_div(rows, split)  # groups of `split` tiles
     distinct = min(groups, clusters) * product_m * w_sharers + max(1.0, clusters / groups) * x_sharers * width
     distinct *= limbs * split * 128e-6
     operands = 1e-6 * limbs * (m + n) * k * size
     cold = min(1.0, max(0.0, operands / rates.l2_mb - 1))  # the part of the operands that does not stay in L2
-    feed = ctas * sum(map(mul, loads, factors)) / rates.l2_rate + cold * distinct * max(factors) / rates.memory_rate
+    feed = ctas * sum(mb * factor for mb, factor in zip(loads, off_line, strict=True)) / rates.l2_rate
+    feed += cold * distinct * max(off_line) / rates.memory_rate
     products = 3 if by_limbs(element) else 1
     pace = [products * rates.mma_us * product_m, rates.step_us, feed]
     if element == "limbs_rs":

@@ -30,8 +30,7 @@ INFERENCE = H200._replace(
     short_passes=1.16,
 )
 
-
-GEMM = PRODUCTS._replace(
+PRODUCTS_16 = PRODUCTS._replace(
     mma_us=0.00235,
     step_us=0.186,
     shared_us=0.0,
@@ -66,7 +65,8 @@ def rates_on(device: Device, mode: str) -> Rates:
     bandwidth = device.bandwidth
     if mode == "gemm":
         of_h100 = bandwidth / BANDWIDTH
-        return GEMM._replace(memory_rate=GEMM.memory_rate * of_h100, copy_rate=GEMM.copy_rate * of_h100)
+        memory_rate, copy_rate = PRODUCTS_16.memory_rate * of_h100, PRODUCTS_16.copy_rate * of_h100
+        return PRODUCTS_16._replace(memory_rate=memory_rate, copy_rate=copy_rate)
     if bandwidth == 1.0:
         return H200
     if mode == "inference":

@@ -105,8 +105,8 @@ def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list
     tiles: list[tuple[int, ...]] = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, clusters)]
     tiles += SHARING_TILES if mode == "inference" and ITEMSIZE[p.dtype] == 2 else ()
     tiles += SPLIT_K_TILES_BY_MODE.get(mode, ()) if not ranks else ()
-    if mode == "gemm" and _is_backward_gemm(p):
-        tiles += GEMM_TILES[p.x.strides[1] != 1]
+    if _of_backward(p, mode, element):
+        tiles += GEMM_TILES[mn_major_operands(p, mode, element)[0]]
     found = [(element, mode, tile) for tile in tiles]
     if mode == "training" and not ranks:
         found += [(element, "recompute", tile) for tile in tiles]
@@ -137,7 +137,7 @@ def tile_of(
 
     Returns None if forward_sm90 cannot have the tile.
     """
-    rates = rates or _rates(p, mode)
+    rates = rates or _rates(p, mode, element)
     if element == "limbs_rs" and not _takes_weight_as_it_lies(p, mode):
         return None
     largest = largest_block(element)
@@ -183,15 +183,15 @@ def tile_of(
     return Tile(us, block_m, cluster, clusters, mode, split, element, cluster_m)
 
 
-def _rates(p: Matmul, mode: str) -> Rates:
+def _rates(p: Matmul, mode: str, element: str) -> Rates:
     if mode != "gemm":
         return H200  # `cheapest_tile` compares again with those of the device
-    return rates_on(p.device, mode) if _is_backward_gemm(p) else PRODUCTS
+    return rates_on(p.device, mode) if _of_backward(p, mode, element) else PRODUCTS
 
 
-def _is_backward_gemm(p: Matmul) -> bool:
-    """Return whether a GEMM in 16 bits has an MN-major weight, as dx and dw have."""
-    return ITEMSIZE[p.dtype] == 2 and p.w.strides[1] != 1
+def _of_backward(p: Matmul, mode: str, element: str) -> bool:
+    """Return whether this is a GEMM in 16 bits whose weight is MN-major, as it is in dx and dw."""
+    return ITEMSIZE[p.dtype] == 2 and mn_major_operands(p, mode, element)[1]
 
 
 def panel_of(p: Matmul, mode: str, element: str) -> int:

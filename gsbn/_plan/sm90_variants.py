@@ -66,6 +66,12 @@ LIMBS_RS_TILES = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLIT_K_T
 CHANNELS_FIRST_TILES = ((256, 2), (256, 1), (128, 2), (128, 1), (64, 1))
 
 
+def sizes_of(tile: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Return BLOCK_M, CLUSTER, SPLIT_K and CLUSTER_M of a tile from the lists above, which leave out a 1 at the end."""
+    block_m, cluster, split, cluster_m = (*tile, 1, 1)[:4]
+    return block_m, cluster, split, cluster_m
+
+
 def sm90_kernels() -> Iterator[Kernel]:
     """Yield all variants of forward_sm90 without an activation."""
     for kernel in _without_renorm():
@@ -116,7 +122,7 @@ def _without_renorm() -> Iterator[Kernel]:
                 if mode == "training" and cluster in RANKS_CLUSTERS:
                     yield forward_sm90(element, mode, block_m, cluster, saves, ranks=True)
     for element, tile in itertools.product(("float16", "bfloat16"), SHARING_TILES):
-        block_m, cluster, split, cluster_m = (*tile, 1)[:4]
+        block_m, cluster, split, cluster_m = sizes_of(tile)
         yield forward_sm90(element, "inference", block_m, cluster, split=split, cluster_m=cluster_m)
     for element, (block_m, cluster), saves in itertools.product(elements, CLUSTER_BATCH_TILES, (False, True)):
         if block_m <= largest_block(element):
@@ -126,9 +132,8 @@ def _without_renorm() -> Iterator[Kernel]:
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
     for element, x_mn_major in itertools.product(("float16", "bfloat16"), GEMM_TILES):
-        plain = [(block_m, cluster, 1) for block_m, cluster in itertools.product(BLOCKS_M, CLUSTERS)]
-        for tile in (*plain, *GEMM_TILES[x_mn_major]):
-            block_m, cluster, split, cluster_m = (*tile, 1)[:4]
+        for tile in (*itertools.product(BLOCKS_M, CLUSTERS), *GEMM_TILES[x_mn_major]):
+            block_m, cluster, split, cluster_m = sizes_of(tile)
             for wide in (False, True) if x_mn_major else (False,):
                 if not x_mn_major or block_m * split % COLUMN == 0:
                     yield forward_sm90(

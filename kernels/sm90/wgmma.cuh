@@ -68,10 +68,10 @@ __device__ __forceinline__ void wgmma_wait() {
     else if constexpr (SIZE == 80)                                                                               \
         WGMMA_SS(160, TYPES, TO_80, "%80", "%81", "%82", MAJORS("%83", "%84"),                                   \
                  D32(0) AND D32(32) AND D8(64) AND D8(72));                                                      \
-    else if constexpr (SIZE == 48)                                                                               \
-        WGMMA_SS(96, TYPES, TO_48, "%48", "%49", "%50", MAJORS("%51", "%52"), D32(0) AND D8(32) AND D8(40));     \
     else if constexpr (SIZE == 64)                                                                               \
         WGMMA_SS(128, TYPES, TO_64, "%64", "%65", "%66", MAJORS("%67", "%68"), D32(0) AND D32(32));              \
+    else if constexpr (SIZE == 48)                                                                               \
+        WGMMA_SS(96, TYPES, TO_48, "%48", "%49", "%50", MAJORS("%51", "%52"), D32(0) AND D8(32) AND D8(40));     \
     else if constexpr (SIZE == 32)                                                                               \
         WGMMA_SS(64, TYPES, TO_32, "%32", "%33", "%34", MAJORS("%35", "%36"), D32(0));                           \
     else                                                                                                         \

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 
 import gsbn
@@ -12,6 +9,7 @@ from gsbn._arrays.kinds import kind_of as library_of
 from gsbn._backward import How, run
 from gsbn._gradients import NEEDS
 from tests.support.harness import DTYPES, assert_same_bits
+from tests.support.integers import assert_products_are_exact, integers
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -19,11 +17,6 @@ cupy = pytest.importorskip("cupy")
 
 def whole(saved: gsbn.Saved) -> How:
     return How.of(saved, NEEDS)
-
-
-def integers(shape: tuple[int, int], dtype: str) -> Any:
-    rng = np.random.default_rng(shape[0] + shape[1])
-    return cupy.array(rng.integers(-3, 4, shape).astype(DTYPES[dtype]))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -81,17 +74,4 @@ def test_in_place_gives_the_same(shape: tuple[int, int, int], dtype: str) -> Non
 )
 def test_products_of_small_integers_are_exact(shape: tuple[int, int, int], dtype: str, gemm: str) -> None:
     """In float32 also dweight of 16-bit operands (`wide`), which 16 bits cannot hold; and limbs in other memory."""
-    rows, inputs, features = shape
-    x, weight, dg = (
-        integers((rows, inputs), dtype),
-        integers((features, inputs), dtype),
-        integers((rows, features), dtype),
-    )
-    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x", "weight"), norm=False)
-    dx = cupy.asnumpy(dg).astype(np.float64) @ cupy.asnumpy(weight).astype(np.float64)
-    dweight = cupy.asnumpy(dg).astype(np.float64).T @ cupy.asnumpy(x).astype(np.float64)
-    found, _ = run(library_of(x), (dg, x, weight, None, None, None), how._replace(wide=dtype != "float32"))
-    got = [cupy.asnumpy(gradient) for gradient in found[:2]]
-    assert got[1].dtype == np.float32
-    np.testing.assert_array_equal(got[1], dweight)
-    np.testing.assert_array_equal(got[0], dx.astype(got[0].dtype))
+    assert_products_are_exact(shape, dtype, gemm, wide=dtype != "float32")

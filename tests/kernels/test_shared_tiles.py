@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 
 from gsbn import reference
-from gsbn._arrays.kinds import kind_of as library_of
-from gsbn._backward import How, run
 from gsbn._plan import Limits
 from gsbn._plan.sm90_variants import GEMM_TILES, SHARING_TILES
-from tests.support.harness import DTYPES, assert_same_bits, forward, kind_of, without_out
+from tests.support.harness import assert_same_bits, forward, kind_of, without_out
+from tests.support.integers import assert_products_are_exact
 from tests.support.strategies import Case
 from tests.support.tolerance import assert_outcome_within, bounds
 
@@ -47,10 +43,6 @@ def test_clusters_that_share_both_operands(
         assert_same_bits(forward(kind_of("cupy"), arrays, **options).y, got.y)
 
 
-def integers(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> Any:
-    return cupy.array(rng.integers(-3, 4, shape).astype(DTYPES[dtype]))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("tile", {*GEMM_TILES[False], *GEMM_TILES[True]} | {(64, 2)}, ids=str)
 @pytest.mark.parametrize(
@@ -63,16 +55,7 @@ def integers(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> An
         (20000, 264, 1000),  # CTAs have several tiles of dx
     ],
 )
-def test_products_of_small_integers_are_exact(shape: tuple[int, int, int], tile: tuple[int, ...], dtype: str) -> None:
-    """dx in 16 bits; dweight in float32, which holds the sums, and in 16 bits."""
-    rows, inputs, features = shape
-    rng = np.random.default_rng(rows)
-    x, weight, dg = (integers(rng, s, dtype) for s in ((rows, inputs), (features, inputs), (rows, features)))
-    host = [cupy.asnumpy(a).astype(np.float32) for a in (x, weight, dg)]
-    dx, dweight = host[2] @ host[1], host[2].T @ host[0]  # integers below 2^24
-    how = How(True, "highest", "sm90", (None,) * 4, None, None, None, ("x", "weight"), norm=False)
+def test_products_of_a_backward_are_exact(shape: tuple[int, int, int], tile: tuple[int, ...], dtype: str) -> None:
+    """Of small integers: dx in 16 bits, and dweight in float32, which holds the sums, and in 16 bits."""
     for wide in (True, False):
-        found, _ = run(library_of(x), (dg, x, weight, None, None, None), how._replace(wide=wide), limits=Limits(tile))
-        got = [cupy.asnumpy(gradient) for gradient in found[:2]]
-        np.testing.assert_array_equal(got[0], dx.astype(got[0].dtype))
-        np.testing.assert_array_equal(got[1], dweight.astype(got[1].dtype))
+        assert_products_are_exact(shape, dtype, "sm90", wide=wide, limits=Limits(tile))

@@ -175,13 +175,18 @@ def test_the_bandwidth_of_memory() -> None:
     assert _bandwidth({}) == 1.0
 
 
-def judged(file: str, bandwidth: float = 1.0) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """The problems of a sweep, and what the planner loses on each."""
+def sweep() -> Any:
+    """The tool that measures the planner's choices."""
     spec = importlib.util.spec_from_file_location("sweep", ROOT / "tools" / "sweep.py")
     assert spec is not None and spec.loader is not None
-    sweep = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sweep)
-    lines = sweep.judged(ROOT / "docs" / "results" / file, bandwidth)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def judged(file: str, bandwidth: float = 1.0) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """The problems of a sweep, and what the planner loses on each."""
+    lines = sweep().judged(ROOT / "docs" / "results" / file, bandwidth)
     return lines, np.array([line["regret"] for line in lines])
 
 
@@ -202,11 +207,8 @@ def test_passes_of_a_backward_choose_what_was_fast() -> None:
     regret = []
     for line in results("training_h200.jsonl"):
         B, I, O = line["shape"]
-        passes, us = (
-            backward_plan(contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight")),
-            line["backward"],
-        )
-        if us:
+        passes = backward_plan(contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight"))
+        if us := line["backward"]:
             sums = passes.sums_launch
             assert sums is not None
             cluster = dict(sums.kernel.defines).get("CLUSTER", "1")
@@ -217,17 +219,14 @@ def test_passes_of_a_backward_choose_what_was_fast() -> None:
 def test_products_of_a_backward_choose_what_was_fast() -> None:
     """docs/results/products_h100.jsonl has dx and dw of 290 shapes of multiples of 8, in bfloat16."""
     device = Device((9, 0), 132, pairs=66, fours=30, eights=15, sixteens=7, bandwidth=0.68)
-    of_cublas, regret = [], []
+    name_of, of_cublas, regret = sweep().name_of, [], []
     for line in results("products_h100.jsonl"):
         B, I, O = line["shape"]
         m, n, k = (B, I, O) if line["product"] == "dx" else (O, I, B)
         a = Matrix((k, 1) if line["product"] == "dx" else (1, m), True)
         p = Matmul(m, n, k, "bfloat16", device, a, Matrix((1, n), True), Matrix((n, 1), True))
-        product, us = choose_product(line["product"], p, "highest", "auto"), line["us"]
-        taken = us["cublas"]
-        if product.one is not None:
-            sizes = product.one.block_m, product.one.cluster, product.one.split, product.one.cluster_m
-            taken = us["x".join(map(str, sizes[: 4 if sizes[3] > 1 else 3 if sizes[2] > 1 else 2]))]
+        one, us = choose_product(line["product"], p, "highest", "auto").one, line["us"]
+        taken = us["cublas" if one is None else name_of(one, "gemm")]
         of_cublas.append(taken / us["cublas"])
         regret.append(taken / min(us.values()) - 1)
     assert len(regret) == 580 and np.mean(regret) < 0.06

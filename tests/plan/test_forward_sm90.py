@@ -26,6 +26,7 @@ from gsbn._plan.sm90_variants import (
     SHARING_TILES,
     SPLIT_K_TILES,
     SPLIT_K_TILES_BY_MODE,
+    sizes_of,
 )
 from tests.plan.fits import (
     FIELDS,
@@ -106,7 +107,7 @@ def test_clusters_share_both_operands_in_inference(tile: tuple[int, ...], sms: i
         one = plan(p, training=False, gemm="sm90").one
         assert one is not None
         chosen = one.block_m, one.cluster, one.split, one.cluster_m
-        assert chosen == (*tile, 1)[:4] or device.clusters(math.prod(tile[1:])) == 0 or one.split == 1 < tile[2]
+        assert chosen == sizes_of(tile) or device.clusters(math.prod(tile[1:])) == 0 or one.split == 1 < tile[2]
         assert_one_launch_fits(p, one)
     found = candidates(contiguous(1700, 1304, 1000, "float32"), "inference", "tf32")
     assert all(tile.cluster_m == 1 for tile in found)
@@ -122,7 +123,7 @@ def test_clusters_share_operands_or_k_in_products_of_a_backward(dw: bool, sms: i
         p = Matmul(m, n, k, "bfloat16", device, a, Matrix((1, n), True), Matrix((n, 1), True), limits)
         one = one_launch(p, "gemm", "highest")
         chosen = one.block_m, one.cluster, one.split, one.cluster_m
-        assert chosen == (*tile, 1)[:4] or device.clusters(math.prod(tile[1:])) == 0 or one.split < tile[2]
+        assert chosen == sizes_of(tile) or device.clusters(math.prod(tile[1:])) == 0 or one.split < tile[2]
         assert_sm90_product_fits(p, one)
 
 
