@@ -7,6 +7,7 @@ import ctypes
 import os
 import struct
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -55,6 +56,7 @@ def _compiles_sm90a() -> bool:
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14  # CU_FUNC_ATTRIBUTE_...
 _locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # one per file or module, so others can compile
+LONGEST_WAIT = 120  # seconds that a process waits for another to compile a kernel; the slowest take 20
 
 
 def _options(kernel: Kernel) -> tuple[str, ...]:
@@ -108,9 +110,41 @@ def _find(kernel: Kernel, capability: tuple[int, int]) -> tuple[Path, bytes]:
     with _locks[file]:  # a file may hold several kernels
         code = _read(file)
         if code is None:
-            code = _compile(kernel, arch)
-            _write(file, code)
+            with _before_other_processes(file):
+                code = _read(file)  # another process may have compiled it meanwhile
+                if code is None:
+                    code = _compile(kernel, arch)
+                    _write(file, code)
     return file, code
+
+
+@contextlib.contextmanager
+def _before_other_processes(file: Path) -> Iterator[None]:
+    """Hold the lock of a file, so that ranks that start together do not all compile the same kernel.
+
+    After `LONGEST_WAIT`, on Windows and in a folder without locks the caller goes on without it.
+    """
+    lock = file.with_suffix(".lock")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            held = stack.enter_context(lock.open("wb"))
+            stack.callback(_remove, lock)  # processes that wait for it find the machine code
+            until = time.monotonic() + LONGEST_WAIT
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.02)
+        yield
+
+
+def _remove(file: str | Path) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(file)
 
 
 @cache
@@ -146,8 +180,7 @@ def _write(file: Path, code: bytes) -> None:
         os.replace(new.name, file)
     except OSError:
         if new is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(new.name)
+            _remove(new.name)
 
 
 @cache

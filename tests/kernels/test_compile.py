@@ -213,7 +213,44 @@ def test_a_gpu_that_nvrtc_does_not_know_gets_ptx(cache: Path) -> None:
 def test_a_failed_compilation_leaves_nothing(cache: Path) -> None:
     with pytest.raises(RuntimeError, match=r"fold\.cu for sm_80:\n"):
         _kernels.compiled(FOLD._replace(defines=(("X_TYPE", "no_type"),)), (8, 0))
-    assert not cache.exists()
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fcntl")
+def test_processes_that_start_together_compile_a_kernel_once(cache: Path) -> None:
+    """As ranks do. Each says whether it compiled; all load the same code."""
+    program = """
+import time
+from gsbn import _plan
+from gsbn._cuda import kernels
+def slow(kernel, arch):
+    print("compiled")
+    time.sleep(1)
+    return b"code"
+kernels._compile = slow
+print(kernels._find(_plan.fold("float32"), (8, 0))[1])
+"""
+    ranks = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    said = [rank.communicate()[0] for rank in ranks]
+    assert sorted(said) == ["b'code'\n"] * 3 + ["compiled\nb'code'\n"]
+    assert [code_in(file) for file in cache.iterdir()] == [b"code"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fcntl")
+def test_no_process_waits_long_for_another(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another may have been stopped while it compiled, or killed."""
+    import fcntl
+
+    file = _kernels._find(FOLD, (8, 0))[0]
+    file.unlink()
+    lock = file.with_suffix(".lock")
+    lock.touch()  # left by a process that was killed
+    assert _kernels._find(FOLD, (8, 0))[0].exists() and not lock.exists()
+    file.unlink()
+    monkeypatch.setattr(_kernels, "LONGEST_WAIT", 0.1)
+    with lock.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert _kernels._find(FOLD, (8, 0))[0].exists()
 
 
 def test_kernels_are_compiled_where_the_cache_cannot_be_written(cache: Path) -> None:
