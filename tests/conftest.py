@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -41,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: Ctrl-C is tested, too
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: runs kernels; skipped, with the reason, where CuPy finds no CUDA device")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # the items live to the end: no collection, such as that of each capture of a graph, need visit them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
