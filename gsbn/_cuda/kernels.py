@@ -56,7 +56,7 @@ def _compiles_sm90a() -> bool:
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14  # CU_FUNC_ATTRIBUTE_...
 _locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # one per file or module, so others can compile
-LONGEST_WAIT = 120  # seconds that a process waits for another to compile a kernel; the slowest take 20
+LONGEST_WAIT = 120  # seconds that a process waits for another to compile a kernel
 
 
 def _options(kernel: Kernel) -> tuple[str, ...]:
