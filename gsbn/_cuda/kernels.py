@@ -56,7 +56,7 @@ def _compiles_sm90a() -> bool:
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14  # CU_FUNC_ATTRIBUTE_...
 _locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # one per file or module, so others can compile
-LONGEST_WAIT = 120  # seconds that a process waits for another to compile a kernel
+LONGEST_WAIT = 120  # seconds that a process waits for another that compiles the same kernel
 
 
 def _options(kernel: Kernel) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def _find(kernel: Kernel, capability: tuple[int, int]) -> tuple[Path, bytes]:
     with _locks[file]:  # a file may hold several kernels
         code = _read(file)
         if code is None:
-            with _before_other_processes(file):
+            with _lock_among_processes(file):
                 code = _read(file)  # another process may have compiled it meanwhile
                 if code is None:
                     code = _compile(kernel, arch)
@@ -119,10 +119,10 @@ def _find(kernel: Kernel, capability: tuple[int, int]) -> tuple[Path, bytes]:
 
 
 @contextlib.contextmanager
-def _before_other_processes(file: Path) -> Iterator[None]:
-    """Hold the lock of a file, so that ranks that start together do not all compile the same kernel.
+def _lock_among_processes(file: Path) -> Iterator[None]:
+    """Lock a file of machine code, so that ranks that start together do not all compile the same kernel.
 
-    After `LONGEST_WAIT`, on Windows and in a folder without locks the caller goes on without it.
+    After `LONGEST_WAIT`, on Windows and in a folder without locks the caller goes on without the lock.
     """
     lock = file.with_suffix(".lock")
     with contextlib.ExitStack() as stack:
@@ -131,7 +131,7 @@ def _before_other_processes(file: Path) -> Iterator[None]:
 
             lock.parent.mkdir(parents=True, exist_ok=True)
             held = stack.enter_context(lock.open("wb"))
-            stack.callback(_remove, lock)  # processes that wait for it find the machine code
+            stack.callback(_remove, lock)  # a process that still waits for it will find the machine code
             until = time.monotonic() + LONGEST_WAIT
             while time.monotonic() < until:
                 try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from .copies import on_words, word
 from .h200 import H200
@@ -11,6 +12,11 @@ from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import SM90_BLOCK_N, by_limbs, largest_block, occupancy, sharers, stages
+
+
+def smooth_max(times: Iterable[float], power: int) -> float:
+    """Return nearly the largest of these times, and more if several are nearly as large."""
+    return float(sum(us**power for us in times) ** (1 / power))
 
 
 def one_launch_us(
@@ -74,7 +80,7 @@ def one_launch_us(
         sum(mb / rates.tma_rate[limbs == 2 or pitch % 32 == 0] for mb, pitch in zip(loads, pitches, strict=True))
     )
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
-    step = sum(us**6 for us in pace) ** (1 / 6)  # a smooth maximum
+    step = smooth_max(pace, 6)
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _off_line(p, rates)
     stored = y * (1 + saves) / rates.y_rate[mode]  # deviations are stored like y
     tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + stored

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 
+from .cost import smooth_max
 from .h100 import BANDWIDTH
 from .problem import ITEMSIZE, Matmul, ceil_div
 
@@ -33,12 +34,12 @@ def cublas_tiles_us(p: Matmul) -> float:
             continue
         waves = ceil_div(ceil_div(p.m, rows) * ceil_div(p.n, columns) * split, p.device.sms)
         pace = MMA_US * rows * columns / 128, STEP_US, LOAD_US * (rows + columns) / 128
-        us = waves * ceil_div(steps, split) * sum(us**4 for us in pace) ** (1 / 4)  # a smooth maximum
+        us = waves * ceil_div(steps, split) * smooth_max(pace, 4)
         if split > 1:
             us += SPLIT_US + 4e-6 * split * p.m * p.n / PARTIALS_RATE
         best = min(best, us)
     us = CALL_US + best + 1e-6 * size * p.m * p.n / Y_RATE
     read = CALL_US + 1e-6 * size * (p.m + p.n) * p.k / (OPERAND_RATE * p.device.bandwidth / BANDWIDTH)
-    us = math.sqrt(math.hypot(us**2, read**2))
+    us = smooth_max((us, read), 4)
     on_sectors = all(pitch * size % 32 == 0 for pitch in (p.n, max(p.x.strides)))
     return us if on_sectors else OFF_SECTORS * us

@@ -1,7 +1,7 @@
 """The rates of an H200 for the products of a backward, where they differ from the rates of a forward.
 
-They were fitted to times of GEMMs (docs/history/backward.md). Rates that are not listed are those of a forward. For
-products in 16 bits with an MN-major weight, as dx and dw have, `h100.PRODUCTS_16` took their place.
+They were fitted to times of GEMMs (docs/history/backward.md). Rates that are not listed are those of a forward.
+Products in 16 bits with an MN-major weight, as dx and dw have, take `h100.PRODUCTS_16`.
 """
 
 from .h200 import H200
