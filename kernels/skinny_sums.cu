@@ -2,7 +2,7 @@
 // f'(u) and E = sum dy f'(u) d, with d = g - mean and u = slope d + offset. It replaces backward_sums, and computes g
 // again (skinny/remat.cuh).
 //
-//   dy (m, n) of T, row pitch dy_row      x (m, k), row pitch ldx: rows on 16 bytes, k <= INPUTS
+//   dy (m, n) and x (m, k) of T, through tensor maps: rows on 16 bytes, k <= INPUTS
 //   weight (n, k), row pitch ldw          saved: SAVED_ rows of n
 //   workspace (splits, 2, n): S and E of each split, in float64
 //
@@ -19,8 +19,14 @@
 extern __shared__ __align__(1024) uint4 skinny_shared[];
 
 extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
-    skinny_sums(const __grid_constant__ BackwardProblem p, const T* dy, const T* x, const T* w, const double* saved,
-                double* workspace) {
+    skinny_sums(const __grid_constant__ BackwardProblem p, const __grid_constant__ TensorMap dy_map,
+                const __grid_constant__ TensorMap x_map, const T* w, const double* saved, double* workspace) {
+    __shared__ unsigned long long full[TEAMS][TILES];  // barriers: a tile has arrived
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < TEAMS * TILES; ++i) mbar_init(&full[0][0] + i, 1);
+        mbar_init_fence();
+    }
+    __syncthreads();
     await_kernel_ahead();
     T* weight = reinterpret_cast<T*>(skinny_shared + PIPELINE_WORDS);
     __shared__ ClusterTotals<FEATURES, false, SUMS / 2> of_cluster;
@@ -32,31 +38,27 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     const int features = int(min(p.n - col0, 1LL * width));
     const long long begin = (1LL * split * CLUSTER + rank) * p.sums_rows, end = min(begin + p.sums_rows, p.m);
     uint4* pipeline = skinny_shared + team * TILES * TILE;
-    const Pieces own(p, threadIdx.x % TEAM, features);
-    dy += col0;
-    const auto issue_copies = [&](int stage, long long row0) {
-        const int left = int(max(min(end - row0, 1LL * ROWS), 0LL));
-        copy_tile(p, dy, nullptr, x, pipeline + stage * TILE, own, row0, left);
-    };
     long long next_row = begin + team * ROWS;
+    const auto load_next = [&](int stage) {  // by one thread of the team
+        if (next_row < end)
+            load_tile(&dy_map, nullptr, &x_map, pipeline + stage * TILE, &full[team][stage], int(col0), next_row);
+        next_row += TEAMS * ROWS;
+    };
+    const bool loads = threadIdx.x % TEAM == 0;
 #pragma unroll 1
-    for (int i = 0; i < TILES - 1; ++i, next_row += TEAMS * ROWS) issue_copies(i, next_row);
+    for (int i = 0; loads && i < TILES; ++i) load_next(i);
     Products::load_weight(p, w + col0 * p.ldw, features, weight);
     OfFeature of[RematTile::BLOCKS][2];
     RematTile::load(saved, p.n, col0, features, of);
     fence_async();
     __syncthreads();
-    issue_copies(TILES - 1, next_row);
-    next_row += TEAMS * ROWS;
 
     double sums[RematTile::BLOCKS][2][SUMS] = {};
-    int stage = 0;
+    Turn turn;
 #pragma unroll 1
-    for (long long row0 = begin + team * ROWS; row0 < end; row0 += TEAMS * ROWS, next_row += TEAMS * ROWS) {
-        await_copies<TILES - 1>();
-        fence_async();
-        team_sync(team);
-        uint4* tile = pipeline + stage * TILE;
+    for (long long row0 = begin + team * ROWS; row0 < end; row0 += TEAMS * ROWS, turn.pass()) {
+        uint4* tile = pipeline + turn.stage * TILE;
+        mbar_wait(&full[team][turn.stage], turn.phase);
         float of_tile[RematTile::BLOCKS][2][SUMS] = {};
         RematTile::take<false>(tile, tile + X_AT, weight, [&](int block, int h, unsigned two, float g0, float g1) {
             const float2 of_rows = unpack_as<OF_T>(two);
@@ -72,10 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 #pragma unroll
         for (int i = 0; i < RematTile::BLOCKS * 2 * SUMS; ++i) (&sums[0][0][0])[i] += (&of_tile[0][0][0])[i];
         team_sync(team);  // all threads of the team have read
-        issue_copies(stage, next_row);
-        stage = stage + 1 == TILES ? 0 : stage + 1;
+        if (loads) load_next(turn.stage);
     }
-    await_copies<0>();
     __syncthreads();  // all pipelines are free
 
     double* of_teams = reinterpret_cast<double*>(skinny_shared);  // [TEAMS][SUMS][FEATURES]

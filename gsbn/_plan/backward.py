@@ -29,6 +29,7 @@ from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
 from .skinny import SkinnyBackward, Sums, remat_backward, skinny_backward
 from .sources import with_activation
+from .tensor_maps import L2_128B, L2_256B
 from .variants import GHOST_FEATURES, column_sums, making_residual_gradient, sum_ghosts
 
 _NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # for a launch that writes no gradients
@@ -171,7 +172,8 @@ class _Backward:
         of_vectors = not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
         sums = norm and ((dg and training) or of_vectors or ranks is not None)
         takes_dy = products and linear and not dg
-        if (takes_dy or asked.remat or (norm and dy.strides[1] != 0)) and not vector_rows(dy, size):
+        reads_rows = takes_dy or (norm and dy.strides[1] != 0)
+        if (reads_rows and not vector_rows(dy, size)) or (asked.remat and not on_words(dy, n, size)):
             dy = in_rows(n, size)
         pitch = dy.strides[0] if takes_dy or not norm else round_up(n, 16 // size)
 
@@ -311,9 +313,10 @@ class _Backward:
             passed = {**reads, "dg": of_dg, **to_vectors, "zeros": zeros}
             build.launch(*passes.sums, fields, passed | {"ranks": ABSENT if ranks is None else "ranks"})
         elif chosen.sums and self.m and chosen.remat is not None:
-            passed = {"dy": names["dy"], "x": names["x"], "w": names["weight"], "saved": "vectors"}
+            maps = self._skinny_maps(chosen.remat.tile, "dy", "x")
+            passed = {"w": names["weight"], "saved": "vectors", "workspace": of_sums}
             of_remat = fields | {"skinny_features": chosen.remat.features}
-            build.launch(*passes.sums, of_remat, passed | {"workspace": of_sums}, chosen.remat.block)
+            build.launch(*passes.sums, of_remat, passed, chosen.remat.block, maps=maps)
         elif chosen.sums and self.m:
             passed, of_rows = {**reads, "workspace": of_sums, "zeros": zeros}, fields
             if chosen.sums_make_dv and self.asked.kept is not None:
@@ -328,10 +331,10 @@ class _Backward:
             fields |= {"splits": 1, **_NO_VECTORS}  # merge_sums has written the gradients of vectors
         if self.m and skinny is not None:
             partials = place(self.at.dg)
-            d = ABSENT if self.asked.remat else "deviations"
-            passed = {"dy": names["dy"], "d": d, "x": names["x"], "w": names["weight"], "saved": "vectors"}
-            passed |= {"workspace": of_sums, "partials": partials, "dx": self.gradients["x"], **to_vectors}
-            build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, made_of=skinny)
+            maps = self._skinny_maps(skinny.tile, "dy", "dy" if self.asked.remat else "deviations", "x")
+            passed = {"w": names["weight"], "saved": "vectors", "workspace": of_sums, "partials": partials}
+            passed |= {"dx": self.gradients["x"], **to_vectors}
+            build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, maps=maps, made_of=skinny)
             dtype = "float32" if self.asked.wide else p.dtype
             if self.gradients["weight"] != ABSENT:
                 reduce_split_k(build, skinny.partials, partials, self.gradients["weight"], (p.n, p.k), dtype)
@@ -363,6 +366,17 @@ class _Backward:
         given = {f"to_{name}": 8 + kind_code(dtype) for name, dtype in dtypes.items() if name in asked.needs}
         fields |= {**_NO_VECTORS, **given}
         return fields | ({"to_scale": 8 + kind_code("float64")} if self.one_scale else {})
+
+    def _skinny_maps(self, tile: int, *matrices: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        """Return the memory of dy, the deviations or x, and what its tensor map encodes: a box has a tile's rows."""
+        fields, dtype, size = self._fields(), self.p.dtype, ITEMSIZE[self.p.dtype]
+        columns_and_pitch = {"dy": ("n", "dy_row"), "deviations": ("n", "ldd"), "x": ("k", "ldx")}
+        maps = []
+        for name in matrices:
+            columns, pitch = (fields[field] for field in columns_and_pitch[name])
+            promotion = L2_128B if pitch * size % 128 else L2_256B
+            maps.append((self.names[name], (self.m, columns, pitch * size, dtype, tile, 128 // size, promotion)))
+        return tuple(maps)
 
     def _to_each_ghost(self, fields: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
         """Return where the passes store the gradients of vectors for each ghost batch, and the passes' fields."""

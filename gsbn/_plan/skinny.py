@@ -35,11 +35,12 @@ SKINNY_LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
 # The least rows for skinny_backward in float32 with more than 32 features and input features. With fewer rows, the
 # separate kernels are faster.
 LEAST_FLOAT32_ROWS = 4 * 10**5
-# The most features of a CTA of skinny_sums: it then has two teams, and one adds while the other multiplies.
+# The most features of a CTA of skinny_sums: it then has three teams or more, and one adds while another multiplies.
 SUMS_FEATURES = 128
 # The least rows in 16 bits with more than 128 features, by the room for features and input features. Clusters are
 # faster only if at least three quarters of the room for features are filled.
-LEAST_WIDE_ROWS = {(256, 64): 8192, (256, 128): 24576, (512, 64): 16384, (1024, 64): 16384}
+LEAST_WIDE_ROWS = dict.fromkeys([(256, 128), (512, 128), (1024, 128)], 24576)
+LEAST_WIDE_ROWS |= {(256, 64): 8192, (512, 64): 16384, (1024, 64): 16384}
 
 
 class Skinny(NamedTuple):
@@ -152,6 +153,7 @@ class Sums(NamedTuple):
     splits: int
     rows: int  # rows of each CTA except the last
     features: int  # the most features of a CTA
+    tile: int  # rows of a tile
     block: int
 
 
@@ -162,17 +164,19 @@ class SkinnyBackward(NamedTuple):
     ctas: int
     rows: int  # rows of each CTA, or of each cluster, except the last
     features: int  # the most features of a CTA
+    tile: int  # rows of a tile
     block: int
     partials: SplitKReduction  # the launch that adds up dw
 
 
 @lru_cache(maxsize=4096)  # a layer asks at every call
-def serves_skinny_backward(dtype: str, m: int, n: int, k: int, asked: bool = False) -> bool:
+def serves_skinny_backward(dtype: str, m: int, n: int, k: int, *, asked: bool = False, remat: bool = False) -> bool:
     """Return whether skinny_backward has room for n features and k input features, and is fastest on m rows.
 
-    If `asked` for, it need not be fastest. The layout of the operands is not considered.
+    `remat`: it may compute g again. If `asked` for, it need not be fastest. The layout of the operands is not
+    considered.
     """
-    size = _with_room(skinny_backward_sizes(dtype), n, k)
+    size = _with_room(skinny_backward_sizes(dtype) + (remat_sizes(dtype) if remat else []), n, k)
     return size is not None and m >= (SKINNY_LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
 
 
@@ -205,7 +209,7 @@ def rematerializes(p: Matmul) -> bool:
         return False
     if not on_words(x, k, ITEMSIZE[dtype]) or w.strides[1] != 1:
         return False
-    return bool(limits.remat) or (k <= 2 * n and serves_skinny_backward(dtype, m, n, k))
+    return bool(limits.remat) or (k <= 2 * n and serves_skinny_backward(dtype, m, n, k, remat=True))
 
 
 def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward | None:
@@ -218,14 +222,16 @@ def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward 
     allowed = device.hopper and limits.skinny is not False and m <= INT32_MAX
     rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1
     found = _with_room(skinny_backward_sizes(dtype), n, k)
-    if not allowed or not rows_on_words or not found or not serves_skinny_backward(dtype, m, n, k, bool(limits.skinny)):
+    if not allowed or not rows_on_words or not found:
+        return None
+    if not serves_skinny_backward(dtype, m, n, k, asked=bool(limits.skinny)):
         return None
     features, inputs, cluster = found
     together = device.clusters(cluster)  # CTAs, or clusters, at once, with an SM for each CTA
     if not together or (math.ceil(m / together) > _most_rows(dtype, features, inputs) and device.limited):
         return None
     kernel = with_renorm(skinny_backward_kernel(dtype, features, inputs, cluster), renorm)
-    return _skinny_backward(p, found, together, with_activation(kernel, activation))
+    return _skinny_backward(p, found, together, with_activation(kernel, activation), remat=False)
 
 
 def remat_backward(p: Matmul, activation: Any) -> tuple[SkinnyBackward, Sums]:
@@ -247,21 +253,21 @@ def remat_backward(p: Matmul, activation: Any) -> tuple[SkinnyBackward, Sums]:
             f"sms: expected at least {least} for {m} rows and {n} features, as this forward kept no deviations, got "
             f"{device.sms}; give the forward the same `sms`"
         )
-    teams, threads, tile = skinny_teams(dtype, of_sums, inputs)
+    teams, threads, tile = skinny_teams("skinny_sums", dtype, of_sums, inputs, True)
     sharing = SKINNY_SUMS_CLUSTER if device.clusters(SKINNY_SUMS_CLUSTER) >= blocks else 1
     splits = max(1, min(device.clusters(sharing) // blocks, ceil_div(m, sharing * teams * tile)))
     rows = round_up(ceil_div(m, splits * sharing), tile)
     splits = ceil_div(m, rows * sharing)
     kernel = with_activation(skinny_sums(dtype, of_sums, inputs, sharing), activation)
     own = round_up(ceil_div(n, blocks), 16 // ITEMSIZE[dtype])
-    sums = Sums(kernel, splits * sharing * blocks, splits, rows, own, teams * threads)
+    sums = Sums(kernel, splits * sharing * blocks, splits, rows, own, tile, threads)
     kernel = with_activation(skinny_backward_kernel(dtype, features, inputs, cluster, remat=True), activation)
-    return _skinny_backward(p, found, together, kernel), sums
+    return _skinny_backward(p, found, together, kernel, remat=True), sums
 
 
 def _most_rows(dtype: str, features: int, inputs: int) -> float:
     """Return the most rows of a CTA: a team adds up dw in the tensor core alone, and more rows take several waves."""
-    return skinny_teams(dtype, features, inputs)[0] * MAX_TERMS.get(dtype, math.inf)
+    return skinny_teams("skinny_backward", dtype, features, inputs, False)[0] * MAX_TERMS.get(dtype, math.inf)
 
 
 def _own_features(dtype: str, n: int, size: tuple[int, int, int]) -> int:
@@ -269,11 +275,13 @@ def _own_features(dtype: str, n: int, size: tuple[int, int, int]) -> int:
     return features if cluster == 1 else round_up(ceil_div(n, cluster), 16 // ITEMSIZE[dtype])
 
 
-def _skinny_backward(p: Matmul, found: tuple[int, int, int], together: int, kernel: Kernel) -> SkinnyBackward:
+def _skinny_backward(
+    p: Matmul, found: tuple[int, int, int], together: int, kernel: Kernel, *, remat: bool
+) -> SkinnyBackward:
     """Return the launch for CTAs, or clusters, of the size `found`, of which `together` run at once."""
     m, n, dtype, device = p.m, p.n, p.dtype, p.device
     features, inputs, cluster = found
-    teams, threads, tile = skinny_teams(dtype, features, inputs)
+    _, threads, tile = skinny_teams("skinny_backward", dtype, features, inputs, remat)
     own = _own_features(dtype, n, found)
     rows = round_up(ceil_div(m, together), tile)
     rows = int(min(rows, _most_rows(dtype, features, inputs)))
@@ -283,6 +291,7 @@ def _skinny_backward(p: Matmul, found: tuple[int, int, int], together: int, kern
         ctas=number * cluster,
         rows=rows,
         features=own,
-        block=teams * threads,
+        tile=tile,
+        block=threads,
         partials=split_k_reduction(number, cluster * own, inputs, device),
     )

@@ -241,8 +241,9 @@ def skinny_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
 
 
 def remat_sizes(dtype: str) -> list[tuple[int, int, int]]:
-    """Return the `skinny_backward_sizes` for which there are kernels that compute g again."""
-    return [size for size in skinny_backward_sizes(dtype) if dtype != "float32" and size[0] >= 64]
+    """Return the sizes, as `skinny_backward_sizes`, for which there are kernels that compute g again."""
+    sizes = [size for size in skinny_backward_sizes(dtype) if dtype != "float32" and size[0] >= 64]
+    return sizes + ([(256, 128, 2), (256, 128, 4)] if sizes else [])
 
 
 @cache
@@ -261,7 +262,7 @@ def skinny_sums(dtype: str, features: int, inputs: int, cluster: int) -> Kernel:
 
 
 def _of_teams(name: str, dtype: str, features: int, inputs: int, remat: bool) -> Kernel:
-    t, teams = C_TYPE[dtype], skinny_teams(dtype, features, inputs)[0]
+    t, teams = C_TYPE[dtype], skinny_teams(name, dtype, features, inputs, remat)[0]
     defines = {"T_TYPE": t, "D_TYPE": "float" if remat else t, "G_TYPE": "float", "TRAINING": "true"}
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
     defines |= {"REMAT": "1"} if remat else {}
@@ -270,16 +271,19 @@ def _of_teams(name: str, dtype: str, features: int, inputs: int, remat: bool) ->
 
 
 @cache
-def skinny_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]:
-    """Return how many teams a CTA of skinny_backward has, and how many threads and rows each team has.
+def skinny_teams(name: str, dtype: str, features: int, inputs: int, remat: bool) -> tuple[int, int, int]:
+    """Return how many teams of a CTA multiply, the threads of the CTA, and the rows of a tile.
 
-    Each team has dw in registers.
+    `name` is skinny_backward or skinny_sums. In skinny_backward, each of these teams has dw in registers.
     """
     teams = 1 if features > 128 else 4 if max(features, inputs) <= 64 else 2
     if dtype == "float32":
         teams = 16 if features * inputs == 1024 else 8
-    sizes = Constants("skinny/products.cuh", {"T_TYPE": C_TYPE[dtype], "FEATURES": str(features)})
-    return teams, sizes["TEAM"], sizes["ROWS"]
+    if name == "skinny_sums":
+        teams = 3 if features * inputs == 128 * 128 else 4  # as many as have room for two tiles
+    defines = {"T_TYPE": C_TYPE[dtype], "FEATURES": str(features), "TEAMS": str(teams), "REMAT": str(int(remat))}
+    sizes = Constants("skinny/products.cuh", defines)
+    return teams, sizes["THREADS_HERE"], sizes["ROWS"]
 
 
 def tall_product() -> Kernel:

@@ -396,7 +396,7 @@ def _apply(
     # products, because dg is then never written. It also serves if one launch makes both products of few rows, because
     # dy is then small beside the weight.
     name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
-    whole = options[0] and options[-1] == 1 and serves_skinny_backward(name, rows, *weight.shape)
+    whole = options[0] and options[-1] == 1 and serves_skinny_backward(name, rows, *weight.shape, remat=True)
     whole = whole or (weight.dtype.itemsize == 2 and serves_dual_gemm(name, rows))
     alone = whole or options[4] != "auto" or saves_by_hooks()  # hooks shall see the cast weight that is kept, too
     more = state, options, dtype, weight  # what may take the weight's place below does not count its changes in place

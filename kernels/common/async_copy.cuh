@@ -15,20 +15,6 @@ __device__ inline void copy_async(uint4* to, const void* from, int inside = 16) 
 #endif
 }
 
-// Copies 16 bytes, or writes zeros if they are not `there`. This takes fewer instructions than `copy_async` with a number of bytes.
-__device__ inline void copy_async_if(uint4* to, const void* from, bool there) {
-#if __CUDA_ARCH__ >= 800
-    const unsigned at = unsigned(__cvta_generic_to_shared(to));
-    asm volatile(
-        "{\n.reg .pred absent;\nsetp.eq.u32 absent, %2, 0;\n"
-        "cp.async.cg.shared.global [%0], [%1], 16, absent;\n}" ::"r"(at),
-        "l"(from), "r"(unsigned(there))
-        : "memory");
-#else
-    copy_async(to, from, there ? 16 : 0);
-#endif
-}
-
 // Copies 4 bytes, or writes zero if `inside` is 0.
 __device__ inline void copy_async(float* to, const float* from, int inside = 4) {
 #if __CUDA_ARCH__ >= 800

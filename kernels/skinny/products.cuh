@@ -12,7 +12,7 @@
 #ifndef FEATURES
 #define FEATURES 32
 #define INPUTS 32
-#define TEAMS 16  // teams of a CTA; each has its own tiles
+#define TEAMS 16  // teams of a CTA that multiply; each has its own tiles
 #endif
 #ifndef REMAT
 #define REMAT 0  // 1: the forward stored no deviations; they are computed again, from x and the weight
@@ -23,6 +23,9 @@ constexpr int OF_T = is_same<T, __half> ? ELEMENT_FLOAT16 : ELEMENT_BFLOAT16;  /
 constexpr int WARPGROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team; with FMAs a team is a warp
 constexpr int TEAM = BY_FMA ? LANES : WARPGROUPS * 128;  // threads
 constexpr int ROWS = BY_FMA ? 16 : 64;                   // rows of a tile
+// Whether a second team, the makers, computes dg: where dw leaves registers for one team that multiplies.
+constexpr bool MAKERS = REMAT && WARPGROUPS > 1;
+constexpr int THREADS_HERE = TEAM * (TEAMS + MAKERS);  // of a CTA
 constexpr int DW_ROW = INPUTS + 8;  // pitch of dw in shared memory; the padding prevents bank conflicts of stores
 
 __device__ __forceinline__ int place(int row, int piece) {
@@ -58,7 +61,7 @@ struct ByFma {
 
     static __device__ void load_weight(const BackwardProblem& p, const float* w, int features, float* shared_weight) {
 #pragma unroll
-        for (int i = threadIdx.x; i < FEATURES * INPUTS; i += TEAM * TEAMS) {  // all loads are in flight at once
+        for (int i = threadIdx.x; i < FEATURES * INPUTS; i += THREADS_HERE) {  // all loads are in flight at once
             const int f = i / INPUTS, k = i % INPUTS;
             shared_weight[i] = f < features && k < p.k ? w[f * p.ldw + k] : 0.0f;
         }
@@ -138,9 +141,9 @@ struct ByWgmma {
     static __device__ __forceinline__ int group() { return uniform(threadIdx.x % TEAM / 128); }
 
     static __device__ void load_weight(const BackwardProblem& p, const T* w, int features, T* shared_weight) {
-        constexpr int OF_ROW = INPUTS / VEC, PIECES = FEATURES * OF_ROW, THREADS_OF_CTA = TEAM * TEAMS;
-        constexpr int AT_ONCE = PIECES / THREADS_OF_CTA < 4 ? 1 : 4;  // pieces of a thread that are in flight
-        static_assert(AT_ONCE == 1 || PIECES % (AT_ONCE * THREADS_OF_CTA) == 0, "all threads have as many pieces");
+        constexpr int OF_ROW = INPUTS / VEC, PIECES = FEATURES * OF_ROW;
+        constexpr int AT_ONCE = PIECES / THREADS_HERE < 4 ? 1 : 4;      // pieces of a thread that are in flight
+        constexpr bool EQUAL = PIECES % (AT_ONCE * THREADS_HERE) == 0;  // all threads have as many pieces
         struct Piece {
             int feature, input, inside;
             __device__ Piece(int i, int features, int k)
@@ -161,19 +164,20 @@ struct ByWgmma {
         };
         const bool whole = (reinterpret_cast<unsigned long long>(w) | p.ldw * sizeof(T)) % 16 == 0 && p.k % VEC == 0;
 #pragma unroll 1
-        for (int i = threadIdx.x; whole && i < PIECES; i += AT_ONCE * THREADS_OF_CTA) {
+        for (int i = threadIdx.x; whole && i < PIECES; i += AT_ONCE * THREADS_HERE) {
             uint4 v[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
-                const Piece of(i + j * THREADS_OF_CTA, features, int(p.k));
+                const Piece of(i + j * THREADS_HERE, features, int(p.k));
                 v[j] = {};
                 if (of.inside > 0) v[j] = *reinterpret_cast<const uint4*>(w + of.feature * p.ldw + of.input);
             }
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) put(Piece(i + j * THREADS_OF_CTA, features, int(p.k)), v[j]);
+            for (int j = 0; j < AT_ONCE; ++j)
+                if (EQUAL || i + j * THREADS_HERE < PIECES) put(Piece(i + j * THREADS_HERE, features, int(p.k)), v[j]);
         }
 #pragma unroll 1
-        for (int i = threadIdx.x; !whole && i < PIECES; i += THREADS_OF_CTA) {
+        for (int i = threadIdx.x; !whole && i < PIECES; i += THREADS_HERE) {
             const Piece of(i, features, int(p.k));
             Vector<T, VEC> v = {};
 #pragma unroll

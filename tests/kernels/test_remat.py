@@ -32,6 +32,7 @@ REMAT = Limits(remat=True)
 SHAPES = [  # features of one CTA, of two warpgroups, and of clusters of two and four; odd numbers of rows
     *((17000, 8, 40), (40001, 64, 24), (70001, 32, 128), (30000, 128, 120), (33001, 128, 72)),
     *((20003, 96, 256), (20001, 64, 200), (9001, 24, 520), (9001, 64, 300), (4500, 64, 1000)),
+    *((9003, 128, 512), (4501, 120, 900)),
 ]
 
 
@@ -101,11 +102,12 @@ def test_absent_rows_of_a_feature_with_a_large_mean() -> None:
         assert cupy.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("strides", [(0, 0), (2, 0), (0, 2)])
-def test_a_broadcast_dy(strides: tuple[int, int]) -> None:
+@pytest.mark.parametrize("strides", [(0, 0), (2, 0), (0, 2), (-144, 2)])
+def test_a_broadcast_or_reversed_dy(strides: tuple[int, int]) -> None:
     arrays = {name: cupy.asarray(a) for name, a in without_out(Case((20001, 40, 72), "float16", True).arrays()).items()}
     y, saved = forward_within(REMAT, **arrays, training=True, return_saved=True)
-    dy = cupy.lib.stride_tricks.as_strided(y.ravel().copy(), y.shape, strides)
+    dy = y[::-1] if strides[0] < 0 else cupy.lib.stride_tricks.as_strided(y.ravel().copy(), y.shape, strides)
+    assert dy.strides == strides
     for got, want in zip(gsbn.backward(dy, saved), gsbn.backward(cupy.ascontiguousarray(dy), saved), strict=True):
         if want is not None:
             assert_same_bits(got.get(), want.get())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
@@ -17,7 +18,15 @@ from tests.support import fake_gpu
 
 BACKWARD = ["skinny_sums", "skinny_backward", "reduce_split_k"]
 ANY = Limits()
-SHAPES = [(131071, 96, 200), (50000, 64, 1024), (802816, 128, 128), (1000000, 64, 64), (65536, 64, 128)]
+SHAPES = [
+    (131071, 96, 200),
+    (50000, 64, 1024),
+    (802816, 128, 128),
+    (1000000, 64, 64),
+    (65536, 64, 128),
+    (50000, 128, 512),
+    (65536, 104, 1000),
+]
 
 
 def arrays(rows: int, inputs: int, features: int, dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
@@ -115,7 +124,7 @@ def test_ctas_cover_rows_and_features_once(shapes: list[tuple[int, int, int]]) -
         assert sums.features <= SUMS_FEATURES and sums.features % 8 == 0
         assert sums.ctas == blocks * cluster * sums.splits <= H200.sms
         assert (sums.splits - 1) * cluster * sums.rows < rows <= sums.splits * cluster * sums.rows
-        *_, tile = skinny_teams("bfloat16", sums.features, inputs)
+        *_, tile = skinny_teams("skinny_sums", "bfloat16", sums.features, inputs, True)
         assert sums.rows % tile == 0
         assert found.rows * (found.ctas // int(dict(found.kernel.defines).get("CLUSTER", 1))) >= rows
 
@@ -147,7 +156,7 @@ def test_all_ctas_run_at_once_on_few_sms() -> None:
         assert max(launch.grid for launch in log) <= 32
 
 
-@pytest.mark.parametrize("strides", [(0, 0), (2, 0), (2, 2 * 131071), (402, 2)])
+@pytest.mark.parametrize("strides", [(0, 0), (2, 0), (0, 2), (2, 2 * 131071), (402, 2), (-400, 2)])
 def test_any_dy_is_read_in_rows_on_16_bytes(strides: tuple[int, int]) -> None:
     given = arrays(131071, 96, 200)
     with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
@@ -157,7 +166,8 @@ def test_any_dy_is_read_in_rows_on_16_bytes(strides: tuple[int, int]) -> None:
     copy, *launches = log
     assert copy.name in ("copy_matrix", "copy_rows")
     assert [launch.name for launch in launches] == BACKWARD
-    assert launches[0].words[0] == launches[1].words[0] in copy.words
+    (dy, what), again = (ast.literal_eval(launch.records[1]) for launch in launches[:2])  # of the tensor maps
+    assert (dy, what) == again and dy in copy.words and what[2] % 16 == 0
 
 
 def test_other_gpus_store_them() -> None:
