@@ -50,6 +50,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Tests of groups start programs, and take up to two minutes each. They come first, or the other workers of
+    # pytest-xdist would wait for them at the end.
+    items.sort(key=lambda item: "groups" not in item.path.parts)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and (reason := no_gpu()):
         for item in on_gpu:

@@ -54,6 +54,7 @@ from gsbn._plan.variants import (
     SKINNY_BACKWARD,
     SKINNY_CHUNKS,
     TILES,
+    remat_sizes,
     skinny_backward_sizes,
     skinny_features,
 )
@@ -62,6 +63,7 @@ from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv
 NAME = ""  # the name of the variant that runs
+ANY = Limits()
 _options = _kernels._options
 _kernels._options = lambda kernel: (*_options(kernel), "-lineinfo")  # so that reports name the line
 
@@ -175,6 +177,12 @@ def skinny_backward(dtype, features, inputs, cluster, activation):
     training_backward(limits(skinny=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
 
 
+def remat(dtype, features, inputs, cluster, activation):
+    """A forward that stores no deviations, and the backward that computes g again."""
+    within = limits(8, remat=True)
+    training_backward(within, (2055, inputs - 8, features * cluster - 8), dtype, activation, within)
+
+
 def skinny_product(features):
     """dx = dg w, with limbs of dg made in registers and fewer columns than a CTA's features; and dw."""
     training_backward(limits(skinny=True), (2055, features - 3, 200), "float32")
@@ -191,11 +199,12 @@ def dual(dtype, rows, cluster):
     training_backward(limits(max(4, cluster), dual=True), (rows - 3, 128 * blocks - 24, 128 * cluster + 8), dtype)
 
 
-def training_backward(within, shape, dtype, activation=None):
+def training_backward(within, shape, dtype, activation=None, forward_limits=ANY):
     """A training forward, and its backward within these limits, against the reference."""
     host, native = operands(shape, dtype)
     dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, dtype))
-    y, saved = gsbn.forward(**native, training=True, activation=activation, return_saved=True)
+    options = {"training": True, "activation": activation, "return_saved": True}
+    y, saved = forward_within(forward_limits, **native, **options)
     taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
     before = bounds.masked(np, dy.astype("f8"), cp.asnumpy(y), activation)
     want = reference.backward(before, **taken, training=True)
@@ -346,6 +355,9 @@ def variants():
             end = f" {activation}" if activation else ""
             name = "skinny backward {} {}x{}x{}".format(dtype, *sizes) + end
             yield name, skinny_backward, (dtype, *sizes, activation)
+        for sizes, activation in product(remat_sizes(dtype), (None, "relu")):
+            end = f" {activation}" if activation else ""
+            yield "remat {} {}x{}x{}".format(dtype, *sizes) + end, remat, (dtype, *sizes, activation)
     for features in skinny_features("limbs"):
         yield f"skinny product {features}", skinny_product, (features,)
     for inputs in (160, 131):  # rows on 16 bytes, and not; the second block is narrow
