@@ -29,7 +29,7 @@ from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
 from .skinny import SkinnyBackward, Sums, remat_backward, skinny_backward
 from .sources import with_activation
-from .tensor_maps import L2_128B, L2_256B
+from .tensor_maps import row_boxes
 from .variants import GHOST_FEATURES, column_sums, making_residual_gradient, sum_ghosts
 
 _NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # for a launch that writes no gradients
@@ -313,7 +313,7 @@ class _Backward:
             passed = {**reads, "dg": of_dg, **to_vectors, "zeros": zeros}
             build.launch(*passes.sums, fields, passed | {"ranks": ABSENT if ranks is None else "ranks"})
         elif chosen.sums and self.m and chosen.remat is not None:
-            maps = self._skinny_maps(chosen.remat.tile, "dy", "x")
+            maps = self._skinny_maps(chosen.remat.tile, fields["ldd"], "dy", "x")
             passed = {"w": names["weight"], "saved": "vectors", "workspace": of_sums}
             of_remat = fields | {"skinny_features": chosen.remat.features}
             build.launch(*passes.sums, of_remat, passed, chosen.remat.block, maps=maps)
@@ -331,7 +331,8 @@ class _Backward:
             fields |= {"splits": 1, **_NO_VECTORS}  # merge_sums has written the gradients of vectors
         if self.m and skinny is not None:
             partials = place(self.at.dg)
-            maps = self._skinny_maps(skinny.tile, "dy", "dy" if self.asked.remat else "deviations", "x")
+            d = "dy" if self.asked.remat else "deviations"
+            maps = self._skinny_maps(skinny.tile, fields["ldd"], "dy", d, "x")
             passed = {"w": names["weight"], "saved": "vectors", "workspace": of_sums, "partials": partials}
             passed |= {"dx": self.gradients["x"], **to_vectors}
             build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, maps=maps, made_of=skinny)
@@ -367,16 +368,11 @@ class _Backward:
         fields |= {**_NO_VECTORS, **given}
         return fields | ({"to_scale": 8 + kind_code("float64")} if self.one_scale else {})
 
-    def _skinny_maps(self, tile: int, *matrices: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-        """Return the memory of dy, the deviations or x, and what its tensor map encodes: a box has a tile's rows."""
-        fields, dtype, size = self._fields(), self.p.dtype, ITEMSIZE[self.p.dtype]
-        columns_and_pitch = {"dy": ("n", "dy_row"), "deviations": ("n", "ldd"), "x": ("k", "ldx")}
-        maps = []
-        for name in matrices:
-            columns, pitch = (fields[field] for field in columns_and_pitch[name])
-            promotion = L2_128B if pitch * size % 128 else L2_256B
-            maps.append((self.names[name], (self.m, columns, pitch * size, dtype, tile, 128 // size, promotion)))
-        return tuple(maps)
+    def _skinny_maps(self, tile: int, ldd: int, *matrices: str) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        """Return the memory of these matrices, and what their tensor maps encode: a box has the rows of a tile."""
+        p, chosen = self.p, self.chosen
+        of = {"dy": (p.n, chosen.dy.strides[0]), "deviations": (p.n, ldd), "x": (p.k, chosen.x.strides[0])}
+        return tuple((self.names[name], row_boxes(self.m, *of[name], p.dtype, tile)) for name in matrices)
 
     def _to_each_ghost(self, fields: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
         """Return where the passes store the gradients of vectors for each ghost batch, and the passes' fields."""

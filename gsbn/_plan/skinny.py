@@ -29,6 +29,7 @@ from .variants import (
     skinny_sizes,
     skinny_sums,
     skinny_teams,
+    skinny_threads,
 )
 
 SKINNY_LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
@@ -39,8 +40,8 @@ LEAST_FLOAT32_ROWS = 4 * 10**5
 SUMS_FEATURES = 128
 # The least rows in 16 bits with more than 128 features, by the room for features and input features. Clusters are
 # faster only if at least three quarters of the room for features are filled.
-LEAST_WIDE_ROWS = dict.fromkeys([(256, 128), (512, 128), (1024, 128)], 24576)
-LEAST_WIDE_ROWS |= {(256, 64): 8192, (512, 64): 16384, (1024, 64): 16384}
+LEAST_WIDE_ROWS = {(256, 64): 8192, (512, 64): 16384, (1024, 64): 16384}
+LEAST_WIDE_ROWS |= {(256, 128): 24576, (512, 128): 24576, (1024, 128): 24576}
 
 
 class Skinny(NamedTuple):
@@ -231,7 +232,7 @@ def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward 
     if not together or (math.ceil(m / together) > _most_rows(dtype, features, inputs) and device.limited):
         return None
     kernel = with_renorm(skinny_backward_kernel(dtype, features, inputs, cluster), renorm)
-    return _skinny_backward(p, found, together, with_activation(kernel, activation), remat=False)
+    return _skinny_backward(p, found, together, kernel, activation)
 
 
 def remat_backward(p: Matmul, activation: Any) -> tuple[SkinnyBackward, Sums]:
@@ -253,21 +254,21 @@ def remat_backward(p: Matmul, activation: Any) -> tuple[SkinnyBackward, Sums]:
             f"sms: expected at least {least} for {m} rows and {n} features, as this forward kept no deviations, got "
             f"{device.sms}; give the forward the same `sms`"
         )
-    teams, threads, tile = skinny_teams("skinny_sums", dtype, of_sums, inputs, True)
     sharing = SKINNY_SUMS_CLUSTER if device.clusters(SKINNY_SUMS_CLUSTER) >= blocks else 1
+    kernel = skinny_sums(dtype, of_sums, inputs, sharing)
+    teams, threads, tile = skinny_threads(kernel)
     splits = max(1, min(device.clusters(sharing) // blocks, ceil_div(m, sharing * teams * tile)))
     rows = round_up(ceil_div(m, splits * sharing), tile)
     splits = ceil_div(m, rows * sharing)
-    kernel = with_activation(skinny_sums(dtype, of_sums, inputs, sharing), activation)
     own = round_up(ceil_div(n, blocks), 16 // ITEMSIZE[dtype])
-    sums = Sums(kernel, splits * sharing * blocks, splits, rows, own, tile, threads)
-    kernel = with_activation(skinny_backward_kernel(dtype, features, inputs, cluster, remat=True), activation)
-    return _skinny_backward(p, found, together, kernel, remat=True), sums
+    sums = Sums(with_activation(kernel, activation), splits * sharing * blocks, splits, rows, own, tile, threads)
+    kernel = skinny_backward_kernel(dtype, features, inputs, cluster, remat=True)
+    return _skinny_backward(p, found, together, kernel, activation), sums
 
 
 def _most_rows(dtype: str, features: int, inputs: int) -> float:
     """Return the most rows of a CTA: a team adds up dw in the tensor core alone, and more rows take several waves."""
-    return skinny_teams("skinny_backward", dtype, features, inputs, False)[0] * MAX_TERMS.get(dtype, math.inf)
+    return skinny_teams(dtype, features, inputs) * MAX_TERMS.get(dtype, math.inf)
 
 
 def _own_features(dtype: str, n: int, size: tuple[int, int, int]) -> int:
@@ -276,18 +277,21 @@ def _own_features(dtype: str, n: int, size: tuple[int, int, int]) -> int:
 
 
 def _skinny_backward(
-    p: Matmul, found: tuple[int, int, int], together: int, kernel: Kernel, *, remat: bool
+    p: Matmul, found: tuple[int, int, int], together: int, kernel: Kernel, activation: Any
 ) -> SkinnyBackward:
-    """Return the launch for CTAs, or clusters, of the size `found`, of which `together` run at once."""
+    """Return the launch for CTAs, or clusters, of the size `found`, of which `together` run at once.
+
+    `kernel` is the variant without the activation.
+    """
     m, n, dtype, device = p.m, p.n, p.dtype, p.device
     features, inputs, cluster = found
-    _, threads, tile = skinny_teams("skinny_backward", dtype, features, inputs, remat)
+    _, threads, tile = skinny_threads(kernel)
     own = _own_features(dtype, n, found)
     rows = round_up(ceil_div(m, together), tile)
     rows = int(min(rows, _most_rows(dtype, features, inputs)))
     number = ceil_div(m, rows)
     return SkinnyBackward(
-        kernel=kernel,
+        kernel=with_activation(kernel, activation),
         ctas=number * cluster,
         rows=rows,
         features=own,

@@ -11,6 +11,14 @@ from .sm90_variants import COLUMN, SM90_BLOCK_N, by_limbs, pass_rows
 L2_NONE, L2_128B, L2_256B = 0, 2, 3  # CUtensorMapL2promotion
 
 
+def row_boxes(rows: int, cols: int, pitch: int, dtype: str, box_rows: int) -> tuple[Any, ...]:
+    """Return the arguments of `tensor_map` after the pointer for a row-major operand with a pitch in elements."""
+    size = ITEMSIZE["float32" if dtype == "tf32" else dtype]
+    # a box's row of 128 bytes that straddles two lines of L2 would ask for 512 bytes
+    promotion = L2_128B if pitch * size % 128 else L2_256B
+    return rows, cols, pitch * size, dtype, box_rows, 128 // size, promotion
+
+
 def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     """Return the arguments of `tensor_map` after the pointer, for x, weight and y.
 
@@ -39,9 +47,7 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     maps: list[tuple[Any, ...]] = []
     for at, rows, tile, parts in ((x, m, multiplied, one.cluster), (w, n, SM90_BLOCK_N, one.cluster_m)):
         if at.strides[1] == 1:
-            pitch = at.strides[0] * size
-            # a box's row of 128 bytes that straddles two lines of L2 would ask for 512 bytes
-            maps.append((rows, k, pitch, one.element, tile // parts, width, L2_128B if pitch % 128 else L2_256B))
+            maps.append(row_boxes(rows, k, at.strides[0], one.element, tile // parts))
         else:
             columns = tile // COLUMN
             by_k = max(1, parts // (columns & -columns))

@@ -252,17 +252,19 @@ def skinny_backward_kernel(dtype: str, features: int, inputs: int, cluster: int 
 
     `remat`: it computes g again, and the size is one of `remat_sizes`.
     """
-    return _in_clusters(_of_teams("skinny_backward", dtype, features, inputs, remat), cluster)
+    teams = skinny_teams(dtype, features, inputs)
+    return _in_clusters(_of_teams("skinny_backward", dtype, features, inputs, teams, remat), cluster)
 
 
 @cache
 def skinny_sums(dtype: str, features: int, inputs: int, cluster: int) -> Kernel:
     """Return the variant of skinny_sums for CTAs like those of skinny_backward. `cluster`: how many share a split."""
-    return _in_clusters(_of_teams("skinny_sums", dtype, features, inputs, True), cluster)
+    teams = 3 if features * inputs == 128 * 128 else 4  # as many as have room for two tiles
+    return _in_clusters(_of_teams("skinny_sums", dtype, features, inputs, teams, True), cluster)
 
 
-def _of_teams(name: str, dtype: str, features: int, inputs: int, remat: bool) -> Kernel:
-    t, teams = C_TYPE[dtype], skinny_teams(name, dtype, features, inputs, remat)[0]
+def _of_teams(name: str, dtype: str, features: int, inputs: int, teams: int, remat: bool) -> Kernel:
+    t = C_TYPE[dtype]
     defines = {"T_TYPE": t, "D_TYPE": "float" if remat else t, "G_TYPE": "float", "TRAINING": "true"}
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
     defines |= {"REMAT": "1"} if remat else {}
@@ -270,20 +272,21 @@ def _of_teams(name: str, dtype: str, features: int, inputs: int, remat: bool) ->
     return Kernel(name, name, tuple(defines.items()), arch=ARCH, shared=shared)
 
 
+def skinny_teams(dtype: str, features: int, inputs: int) -> int:
+    """Return how many teams of a CTA of skinny_backward multiply: each of them has dw in registers."""
+    if dtype == "float32":
+        return 16 if features * inputs == 1024 else 8
+    return 1 if features > 128 else 4 if max(features, inputs) <= 64 else 2
+
+
 @cache
-def skinny_teams(name: str, dtype: str, features: int, inputs: int, remat: bool) -> tuple[int, int, int]:
+def skinny_threads(kernel: Kernel) -> tuple[int, int, int]:
     """Return how many teams of a CTA multiply, the threads of the CTA, and the rows of a tile.
 
-    `name` is skinny_backward or skinny_sums. In skinny_backward, each of these teams has dw in registers.
+    `kernel` is a variant of skinny_backward or skinny_sums.
     """
-    teams = 1 if features > 128 else 4 if max(features, inputs) <= 64 else 2
-    if dtype == "float32":
-        teams = 16 if features * inputs == 1024 else 8
-    if name == "skinny_sums":
-        teams = 3 if features * inputs == 128 * 128 else 4  # as many as have room for two tiles
-    defines = {"T_TYPE": C_TYPE[dtype], "FEATURES": str(features), "TEAMS": str(teams), "REMAT": str(int(remat))}
-    sizes = Constants("skinny/products.cuh", defines)
-    return teams, sizes["THREADS_HERE"], sizes["ROWS"]
+    sizes = Constants("skinny/products.cuh", dict(kernel.defines))
+    return int(dict(kernel.defines)["TEAMS"]), sizes["THREADS_HERE"], sizes["ROWS"]
 
 
 def tall_product() -> Kernel:

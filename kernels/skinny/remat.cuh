@@ -28,7 +28,7 @@ struct OfFeature {
 // g of a tile, in registers.
 struct RematTile {
     static constexpr int BLOCKS = FEATURES / WARPGROUPS / 64;           // blocks of 64 features of a warpgroup
-    static constexpr int AT_ONCE = MAKERS && INPUTS > 64 ? 1 : BLOCKS;  // blocks for which there are registers
+    static constexpr int AT_ONCE = MAKERS && INPUTS > 64 ? 1 : BLOCKS;  // blocks whose g is in registers at once
 
     // The number, in the CTA, of the thread's feature h of a block.
     static __device__ __forceinline__ int feature(int block, int h) {
@@ -53,21 +53,23 @@ struct RematTile {
         const int group = ByWgmma::group(), lane = threadIdx.x % LANES, warp = threadIdx.x % 128 / LANES;
         const auto of_x = operand_descriptor(smem(x), 16);
         float g[AT_ONCE][ROWS / 2];
-        const auto multiply = [&](int block) {
+        const auto multiply = [&](int block, float (&sums)[ROWS / 2]) {
             const auto of_w = operand_descriptor(smem(weight) + (group * BLOCKS + block) * (64 * 128), 16);
-            if (block % AT_ONCE == 0) wgmma_fence();
 #pragma unroll
             for (int i = 0; i < INPUTS / 16; ++i)
-                wgmma<OF_T, false, false>(g[block % AT_ONCE], of_w + (i / 4 * (OF_WEIGHT / 16) + i % 4 * 2),
+                wgmma<OF_T, false, false>(sums, of_w + (i / 4 * (OF_WEIGHT / 16) + i % 4 * 2),
                                           of_x + (i / 4 * (BLOCK / 16) + i % 4 * 2), i);
             wgmma_commit();
         };
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
-            if (block % AT_ONCE == 0)
+            const int at_once = block % AT_ONCE;
+            if (at_once == 0) {
+                wgmma_fence();
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) multiply(block + i);
-            if (block % AT_ONCE == AT_ONCE - 1)
+                for (int i = 0; i < AT_ONCE; ++i) multiply(block + i, g[i]);
+            }
+            if (at_once == AT_ONCE - 1)
                 wgmma_wait<0>();
             else
                 wgmma_wait<1>();
@@ -80,8 +82,7 @@ struct RematTile {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int first = Accumulator::at(j + i / 2, i % 2, 0);
-                    const unsigned out =
-                        then(block, i % 2, words[i], g[block % AT_ONCE][first], g[block % AT_ONCE][first + 1]);
+                    const unsigned out = then(block, i % 2, words[i], g[at_once][first], g[at_once][first + 1]);
                     if (STORES) words[i] = out;
                 }
                 if (STORES) stmatrix_trans(smem(at), words[0], words[1], words[2], words[3]);
