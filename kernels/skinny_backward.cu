@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     if (loads) load_next(TILES - 1);
     if constexpr (CLUSTER > 1) cluster_wait();
 
-    Turn turn;
+    int stage = 0, phase = 0;
 #if REMAT
     OfFeature of_feature[RematTile::BLOCKS][2];
     RematTile::load(saved, p.n, col0, features, of_feature);
@@ -176,11 +176,12 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         if (role == TEAMS) {
             if constexpr (MAKER_REGISTERS < 128) give_registers<MAKER_REGISTERS>();
 #pragma unroll 1
-            for (long long row0 = last; row0 >= begin; row0 -= ROWS, turn.pass()) {
-                mbar_wait(&barriers.full[0][turn.stage], turn.phase);
-                make_dg(pipeline + turn.stage * TILE, int(min(end - row0, 1LL * ROWS)));
+            for (long long row0 = last; row0 >= begin; row0 -= ROWS) {
+                mbar_wait(&barriers.full[0][stage], phase);
+                make_dg(pipeline + stage * TILE, int(min(end - row0, 1LL * ROWS)));
                 __syncwarp();
-                if (member % LANES == 0) mbar_arrive(&barriers.made[turn.stage]);
+                if (member % LANES == 0) mbar_arrive(&barriers.made[stage]);
+                if (++stage == TILES) stage = 0, phase ^= 1;
             }
             return;
         }
@@ -188,23 +189,24 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     }
 
     Products products;
-    int phase = 0;  // of the cluster's barriers
+    int cluster_phase = 0;
 #pragma unroll 1
-    for (long long row0 = last; row0 >= begin; row0 -= TEAMS * ROWS, turn.pass()) {
+    for (long long row0 = last; row0 >= begin; row0 -= TEAMS * ROWS) {
         const int left = int(min(end - row0, 1LL * ROWS));
-        uint4* dg = pipeline + turn.stage * TILE;
-        mbar_wait(&barriers.full[team][turn.stage], turn.phase);
+        uint4* dg = pipeline + stage * TILE;
+        mbar_wait(&barriers.full[team][stage], phase);
         if constexpr (MAKERS) {
-            mbar_wait(&barriers.made[turn.stage], turn.phase);
+            mbar_wait(&barriers.made[stage], phase);
         } else {
             make_dg(dg, left);
             team_sync(team);
         }
         products.take(dg, dg + ROOM_AT, dg + X_AT, weight, dx == nullptr ? dx : dx + row0 * p.k, left, int(p.k),
-                      barriers.cluster[team], phase);
-        phase ^= 1;
+                      barriers.cluster[team], cluster_phase);
+        cluster_phase ^= 1;
         team_sync(team);  // all threads of the team have read
-        if (loads) load_next(turn.stage);
+        if (loads) load_next(stage);
+        if (++stage == TILES) stage = 0, phase ^= 1;
     }
     const auto teams_sync = [&] {  // of all teams that multiply
         if constexpr (MAKERS)

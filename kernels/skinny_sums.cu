@@ -54,11 +54,11 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     __syncthreads();
 
     double sums[RematTile::BLOCKS][2][SUMS] = {};
-    Turn turn;
+    int stage = 0, phase = 0;
 #pragma unroll 1
-    for (long long row0 = begin + team * ROWS; row0 < end; row0 += TEAMS * ROWS, turn.pass()) {
-        uint4* tile = pipeline + turn.stage * TILE;
-        mbar_wait(&full[team][turn.stage], turn.phase);
+    for (long long row0 = begin + team * ROWS; row0 < end; row0 += TEAMS * ROWS) {
+        uint4* tile = pipeline + stage * TILE;
+        mbar_wait(&full[team][stage], phase);
         float of_tile[RematTile::BLOCKS][2][SUMS] = {};
         RematTile::take<false>(tile, tile + X_AT, weight, [&](int block, int h, unsigned two, float g0, float g1) {
             const float2 of_rows = unpack_as<OF_T>(two);
@@ -74,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 #pragma unroll
         for (int i = 0; i < RematTile::BLOCKS * 2 * SUMS; ++i) (&sums[0][0][0])[i] += (&of_tile[0][0][0])[i];
         team_sync(team);  // all threads of the team have read
-        if (loads) load_next(turn.stage);
+        if (loads) load_next(stage);
+        if (++stage == TILES) stage = 0, phase ^= 1;
     }
     __syncthreads();  // all pipelines are free
 

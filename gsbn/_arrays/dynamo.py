@@ -1,4 +1,4 @@
-"""Make torch.compile skip gsbn's functions: they launch kernels and use NumPy, which torch.compile cannot trace."""
+"""Tell torch.compile what it cannot trace: gsbn's functions launch kernels and use NumPy."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def outside_graphs(function: _Function) -> _Function:
     _codes.append(plain.__code__)
     if (torch := sys.modules.get("torch")) is not None:
         skip_frames(torch)
+    return function
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """Mark a function that torch.compile calls as it traces, to record the result, and return it without a wrapper.
+
+    Its arguments must be constants. `torch.compiler.assume_constant_result` does the same, but is slow to import.
+    """
+    vars(cast(FunctionType, function))["_dynamo_marked_constant"] = True
     return function
 
 

@@ -100,7 +100,8 @@ def one_launch_us(
         next_tile = max(tile + y / rates.deferred_rate, rates.deferred_us)
     else:
         before_epilogue = rates.constants_us * ceil_div(warps, 3) if mode == "inference" else 0.0
-        next_tile = max(tile - stored, stored)  # storing y overlaps with the next tile
+        absent = (1 - _epilogue_part(p, rates)) * block_m * ITEMSIZE[dtype] * rates.row_us[mode]
+        next_tile = max(tile - stored - absent, stored)  # storing y overlaps with the next tile
     us: float = rates.call_us[mode] + tile + (waves - 1) * next_tile + before_epilogue
     if of_cluster > 1:
         us += rates.cluster_us[of_cluster]
@@ -111,6 +112,18 @@ def _off_line(p: Matmul, rates: Rates) -> float:
     """Return the factor on the time to store y. If rows do not start on 128 bytes, or not on 16, stores are smaller."""
     pitch = p.y.strides[0] * ITEMSIZE[p.dtype]
     return rates.off_line_y ** ((pitch % 128 > 0) + (pitch % 16 > 0))
+
+
+def _in_lines(pitch: int) -> bool:
+    """Return whether rows of at most 128 bytes with this pitch in bytes each lie in one line of the cache."""
+    return pitch % 128 == 0 or pitch in (32, 64)
+
+
+def _epilogue_part(p: Matmul, rates: Rates) -> float:
+    """Return the factor on the time of the epilogue of one of many tiles with few features. Loads of x hide the gain if
+    its rows lie in several lines."""
+    width = min(p.n, SM90_BLOCK_N) / SM90_BLOCK_N
+    return rates.narrow + (1 - rates.narrow) * width if _in_lines(p.x.strides[0] * ITEMSIZE[p.dtype]) else 1.0
 
 
 def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bool, rates: Rates = H200) -> float:
@@ -126,9 +139,10 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bo
     product = steps * rates.again_step_us[element] * alone
     x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + saves)))
     y *= _off_line(p, rates)
+    part = _epilogue_part(p, rates)
     first, again = (
-        max(product + rates.tile_statistics_us, x),
-        max(product + rates.tile_us["recompute"], x + y),
+        max(product + part * rates.tile_statistics_us, x),
+        max(product + part * rates.tile_us["recompute"], x + y),
     )
     us = waves * first + (waves - 1) * again + y
     # this mode does twice the arithmetic of other modes
@@ -155,6 +169,7 @@ def skinny_us(
     """
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
     x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * (1 + saves) * 1e-6 / rates.skinny_rate
+    y *= 1.0 if _in_lines(p.y.strides[0] * size) else rates.off_line_y
     rows = (m + round_up(m, at_once)) / 2e6
     taken = round_up(ceil_div(k * size, 64), chunks)
     product = rows * features * (taken * rates.skinny_chunk_us[element] + rates.skinny_row_us)

@@ -124,7 +124,14 @@ def stores_vectors_alone(p: Matmul, precision: str, of_call: OfCall, us: float) 
         return False
     copies = copies_us(taken)
     us = us or cheapest_tile(taken, "training", p.dtype, of_call._replace(saves=True)).us + copies
-    return bool(limits.remat) or tile.us + copies <= us
+    spared = p.m * (2 * p.n - p.k) * ITEMSIZE[p.dtype] * 1e-6 / H200.copy_rate  # what the backward need not read
+    return bool(limits.remat) or tile.us + copies <= us + spared
+
+
+def computes_g_again(p: Matmul, *, reads_count: bool) -> bool:
+    """Return whether a forward in training that saves for its backward stores no deviations. p has 16 bits."""
+    _, _, us = gemm_for(p, precision="highest", gemm="auto", saved=True, reads_count=reads_count)
+    return stores_vectors_alone(p, "highest", OfCall(reads_count=reads_count), us)
 
 
 def taken_by(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:

@@ -18,6 +18,7 @@ H200 = Rates(
     tile_us={"training": 1.08, "recompute": 2.0, "cluster_batch": 1.1, "inference": 0.424, "gemm": 1.65},
     row_us={"training": 0.00092, "recompute": 0.0, "cluster_batch": 0.00629, "inference": 0.00344, "gemm": 0.0},
     y_rate={"training": 4.02, "cluster_batch": 590.0, "inference": 69.8, "gemm": 3.75},
+    narrow=0.25,
     exchange_us=0.0117,
     exchange_rate=0.0457,
     cluster_us={2: 0.325, 4: 0.184, 8: 0.522, 16: 0.907},
@@ -47,7 +48,7 @@ H200 = Rates(
     operand_rate=(4.67, 2.97),
     skinny_call_us={True: 7.72, False: 4.66},
     skinny_rate=3.82,
-    skinny_chunk_us={"bfloat16": 0.124, "float16": 0.124, "tf32": 0.134, "limbs": 0.2, "float32": 0.67},
+    skinny_chunk_us={"bfloat16": 0.127, "float16": 0.127, "tf32": 0.134, "limbs": 0.2, "float32": 0.67},
     skinny_weight_us={
         "bfloat16": 2.43e-06,
         "float16": 2.43e-06,

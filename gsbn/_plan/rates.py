@@ -29,6 +29,7 @@ class Rates(NamedTuple):
     tile_us: dict[str, float]  # by mode: per tile, before and after its mainloop
     row_us: dict[str, float]  # by mode: added to tile_us, per row of the tile and byte of an element of y
     y_rate: dict[str, float]  # by mode: the stores of y by all CTAs
+    narrow: float  # the part of an epilogue's time that does not shrink with the features of a tile
     exchange_us: float  # split-k: until all CTAs of the cluster have multiplied and the first sums have arrived
     exchange_rate: float  # split-k: the sums that one CTA receives
     cluster_us: dict[int, float]  # by CTAs of a cluster, if more than one: added per call

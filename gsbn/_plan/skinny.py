@@ -28,7 +28,6 @@ from .variants import (
     skinny_product,
     skinny_sizes,
     skinny_sums,
-    skinny_teams,
     skinny_threads,
 )
 
@@ -36,6 +35,7 @@ SKINNY_LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
 # The least rows for skinny_backward in float32 with more than 32 features and input features. With fewer rows, the
 # separate kernels are faster.
 LEAST_FLOAT32_ROWS = 4 * 10**5
+REMAT_LEAST_FEATURES = 33  # with fewer, half of the smallest kernels that compute g again is empty
 # The most features of a CTA of skinny_sums: it then has three teams or more, and one adds while another multiplies.
 SUMS_FEATURES = 128
 # The least rows in 16 bits with more than 128 features, by the room for features and input features. Clusters are
@@ -203,14 +203,16 @@ def rematerializes(p: Matmul) -> bool:
     """
     m, n, k, dtype, device, x, w, _, limits = p
     free = limits.remat is None and limits.skinny is None
-    if not (free or limits.remat) or not device.hopper or device.limited or m > INT32_MAX:
+    if not (limits.remat or (free and not device.limited)) or not device.hopper or m > INT32_MAX:
         return False
     size = _with_room(remat_sizes(dtype), n, k)
     if size is None or not device.clusters(size[2]) or n > SUMS_FEATURES * device.sms:
         return False
     if not on_words(x, k, ITEMSIZE[dtype]) or w.strides[1] != 1:
         return False
-    return bool(limits.remat) or (k <= 2 * n and serves_skinny_backward(dtype, m, n, k, remat=True))
+    if limits.remat:
+        return True
+    return n >= REMAT_LEAST_FEATURES and k <= 2 * n and serves_skinny_backward(dtype, m, n, k, remat=True)
 
 
 def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward | None:
@@ -229,9 +231,9 @@ def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward 
         return None
     features, inputs, cluster = found
     together = device.clusters(cluster)  # CTAs, or clusters, at once, with an SM for each CTA
-    if not together or (math.ceil(m / together) > _most_rows(dtype, features, inputs) and device.limited):
-        return None
     kernel = with_renorm(skinny_backward_kernel(dtype, features, inputs, cluster), renorm)
+    if not together or (math.ceil(m / together) > _most_rows(dtype, kernel) and device.limited):
+        return None
     return _skinny_backward(p, found, together, kernel, activation)
 
 
@@ -248,7 +250,8 @@ def remat_backward(p: Matmul, activation: Any) -> tuple[SkinnyBackward, Sums]:
     blocks = ceil_div(n, of_sums)
     # Clusters of a call that may take few SMs may have to wait for SMs that lie together.
     together = device.sms // cluster if device.limited else device.clusters(cluster)
-    least = max(cluster * ceil_div(m, int(_most_rows(dtype, features, inputs))), blocks)  # SMs for all CTAs at once
+    backward = skinny_backward_kernel(dtype, features, inputs, cluster, remat=True)
+    least = max(cluster * ceil_div(m, int(_most_rows(dtype, backward))), blocks)  # SMs for all CTAs at once
     if device.limited and device.sms < least:
         raise ValueError(
             f"sms: expected at least {least} for {m} rows and {n} features, as this forward kept no deviations, got "
@@ -262,13 +265,13 @@ def remat_backward(p: Matmul, activation: Any) -> tuple[SkinnyBackward, Sums]:
     splits = ceil_div(m, rows * sharing)
     own = round_up(ceil_div(n, blocks), 16 // ITEMSIZE[dtype])
     sums = Sums(with_activation(kernel, activation), splits * sharing * blocks, splits, rows, own, tile, threads)
-    kernel = skinny_backward_kernel(dtype, features, inputs, cluster, remat=True)
-    return _skinny_backward(p, found, together, kernel, activation), sums
+    return _skinny_backward(p, found, together, backward, activation), sums
 
 
-def _most_rows(dtype: str, features: int, inputs: int) -> float:
+def _most_rows(dtype: str, kernel: Kernel) -> float:
     """Return the most rows of a CTA: a team adds up dw in the tensor core alone, and more rows take several waves."""
-    return skinny_teams(dtype, features, inputs) * MAX_TERMS.get(dtype, math.inf)
+    teams, _, _ = skinny_threads(kernel)
+    return teams * MAX_TERMS.get(dtype, math.inf)
 
 
 def _own_features(dtype: str, n: int, size: tuple[int, int, int]) -> int:
@@ -284,11 +287,11 @@ def _skinny_backward(
     `kernel` is the variant without the activation.
     """
     m, n, dtype, device = p.m, p.n, p.dtype, p.device
-    features, inputs, cluster = found
+    _, inputs, cluster = found
     _, threads, tile = skinny_threads(kernel)
     own = _own_features(dtype, n, found)
     rows = round_up(ceil_div(m, together), tile)
-    rows = int(min(rows, _most_rows(dtype, features, inputs)))
+    rows = int(min(rows, _most_rows(dtype, kernel)))
     number = ceil_div(m, rows)
     return SkinnyBackward(
         kernel=with_activation(kernel, activation),

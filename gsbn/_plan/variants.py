@@ -252,7 +252,7 @@ def skinny_backward_kernel(dtype: str, features: int, inputs: int, cluster: int 
 
     `remat`: it computes g again, and the size is one of `remat_sizes`.
     """
-    teams = skinny_teams(dtype, features, inputs)
+    teams = _teams(dtype, features, inputs, remat)
     return _in_clusters(_of_teams("skinny_backward", dtype, features, inputs, teams, remat), cluster)
 
 
@@ -272,10 +272,15 @@ def _of_teams(name: str, dtype: str, features: int, inputs: int, teams: int, rem
     return Kernel(name, name, tuple(defines.items()), arch=ARCH, shared=shared)
 
 
-def skinny_teams(dtype: str, features: int, inputs: int) -> int:
-    """Return how many teams of a CTA of skinny_backward multiply: each of them has dw in registers."""
+def _teams(dtype: str, features: int, inputs: int, remat: bool) -> int:
+    """Return how many teams of a CTA of skinny_backward multiply: each of them has dw in registers.
+
+    `remat`: it computes g again. It then has no tiles of deviations, so more teams have room for two tiles.
+    """
     if dtype == "float32":
         return 16 if features * inputs == 1024 else 8
+    if features == 128 and remat:
+        return {32: 4, 64: 3, 128: 2}[inputs]
     return 1 if features > 128 else 4 if max(features, inputs) <= 64 else 2
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from .. import _plan
+from .._arrays.dynamo import constant_in_graphs
 from .._backward import How, backward_of
+from .._cuda import kernels
 from .._forward import forward_of
 from .._gradients import Gradients
-from .._plan import Limits
 from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ._activations import before
@@ -27,30 +29,36 @@ _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
     "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "
     "str precision, str gemm, str? activation, str? group=None, float[]? renorm=None, Tensor? limits=None, "
-    "float? parameter=None, int groups=1, Tensor? residual=None) -> "
+    "float? parameter=None, int groups=1, Tensor? residual=None, bool remat=False) -> "
 )
-_STORES = Limits(remat=False)  # a recorded program must know the deviations' shape before the call
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
 
 
 def _run(training: bool, keep: bool) -> Callable[..., Any]:
     """Return the forward as an operator, which returns y.
 
-    To `keep` what a backward needs, the operator also returns deviations and vectors.
+    To `keep` what a backward needs, the operator also returns deviations and vectors. A recorded program knows their
+    shapes before the call, so its argument `remat` says whether the backward computes g again.
     """
 
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
-        activation, name, renorm, groups, residual = _last(more)
+        activation, name, renorm, groups, residual, remat = _last(more)
+        x, weight = (_on_words(x), _on_words(weight)) if remat else (x, weight)
         group = group_named(x.device, name)
         factor = number if scale is None else scale
         arrays = (x, weight, factor, bias, gamma, beta, mean, var, count, None, residual, None)
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
-            made = forward_of(arrays, options, _STORES)
+            made = forward_of(arrays, options, _plan.Limits(remat=remat))
         if not keep:
             return made
         y, (deviations, vectors) = made[0], (made[1].deviations, made[1].vectors)
+        if remat and deviations.shape[1] > 0:
+            raise RuntimeError(
+                "linear_batch_norm: expected as many SMs as where torch.compile recorded this program, which stores no "
+                "deviations, got too few for its clusters; record it in this context, or with dynamic=True"
+            )
         if deviations.shape[1] > y.shape[1]:
             deviations[:, y.shape[1] :].zero_()  # clears the padding: equal calls have equal results
         return y, deviations, vectors
@@ -64,16 +72,22 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("gsbn", "DEF")
 
 
-def _last(more: Any) -> tuple[Any, Any, Any, int, Any]:
-    """Return the activation, the group's name, `renorm`, `groups` and the residual from the arguments after `scale`.
+def _on_words(x: Any) -> Any:
+    """Return x, or a copy if x is not contiguous from a multiple of 16 bytes on."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _last(more: Any) -> tuple[Any, Any, Any, int, Any, bool]:
+    """Return the activation, the group's name, `renorm`, `groups`, the residual and `remat` from the arguments after
+    `scale`.
 
     The arguments after the activation may be absent.
     """
-    name, group, numbers, limits, parameter, groups, residual = (*more[10:], *[None] * 6)[:7]
+    name, group, numbers, limits, parameter, groups, residual, remat = (*more[10:], *[None] * 7)[:8]
     if numbers is not None:
         r_max, d_max, warmup = numbers
         limits = Renorm(r_max, d_max, int(warmup))
-    return _with_number(name, parameter), group, limits, 1 if groups is None else groups, residual
+    return _with_number(name, parameter), group, limits, 1 if groups is None else groups, residual, bool(remat)
 
 
 def _with_number(name: Any, parameter: Any) -> Any:
@@ -93,8 +107,9 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
 
     def fake(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         (rows, _), features = x.shape, weight.shape[0]
-        _, _, renorm, groups, _ = _last(more)
+        _, _, renorm, groups, _, remat = _last(more)
         constants = SAVED_ROWS if not training or renorm is None else RENORM_ROWS
+        constants = _plan.REMAT_ROWS if remat else constants
         of_vectors: tuple[int, ...] = (constants, features)
         if rows == 0:
             return x.new_empty(0, features), x.new_empty(0, features), x.new_empty(of_vectors, dtype=torch.float64)
@@ -105,7 +120,7 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
             pad = 16 // x.dtype.itemsize
             pitch = (features + pad - 1) // pad * pad
             kept = getattr(torch, deviations_dtype(str(x.dtype)[6:], rows // groups, training=training))
-        deviations = x.new_empty(rows, pitch, dtype=kept)
+        deviations = x.new_empty(rows, 0 if remat else pitch, dtype=kept)
         of_vectors = of_vectors if groups == 1 else (groups, constants, pitch)
         return x.new_empty(rows, features), deviations, x.new_empty(of_vectors, dtype=torch.float64)
 
@@ -160,12 +175,12 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        tensors, (training, wide, *options) = arguments[:9], arguments[9:]
+        tensors, (training, wide, remat, *options) = arguments[:9], arguments[9:]
         number, _, eps, precision, gemm, activation, group, *_, parameter, groups, residual = options
         run = TRAIN if training else INFER_SAVED
         x, weight, bias, scale, gamma, beta = tensors[:6]
         weight = weight.to(x.dtype) if wide else weight
-        y, deviations, vectors = run(x, weight, *tensors[2:], *options)
+        y, deviations, vectors = run(x, weight, *tensors[2:], *options, remat)
         ctx.through = None  # the activation after a residual: PyTorch's operators compute its gradient from y
         if residual is not None and activation is not None:
             ctx.through, activation, parameter = _with_number(activation, parameter), None, None
@@ -219,5 +234,29 @@ def recorded(
     *more, group, renorm, limits, groups, residual = options
     options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter), groups, residual)
     if differentiate:
-        return _Recorded.apply(*tensors, training, wide, *options)
+        _, momentum, *_, gemm = more
+        plain = gemm == "auto" and group is renorm is limits is None and groups == 1
+        remat = training and plain and is_compiling() and _keeps_no_deviations(tensors[0], tensors[1], momentum)
+        return _Recorded.apply(*tensors, training, wide, remat, *options)
     return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)
+
+
+def _keeps_no_deviations(x: Any, weight: Any, momentum: Any) -> bool:
+    """Return whether to record a training call whose backward computes g again, as an eager call decides for its rows.
+
+    A program for any number of rows stores deviations. So does an exported one, which may run on another GPU.
+    """
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import, so only where torch traces
+
+    exports = getattr(torch.compiler, "_is_exporting_flag", False)
+    if exports or not x.is_cuda or x.dtype.itemsize != 2 or not has_static_value(x.shape[0]):
+        return False
+    (rows, inputs), features, dtype = x.shape, weight.shape[0], str(x.dtype)[6:]
+    return _computes_g_again(rows, features, inputs, dtype, x.device.index, momentum is None)
+
+
+@constant_in_graphs
+def _computes_g_again(rows: int, features: int, inputs: int, dtype: str, device: int, cumulative: bool) -> bool:
+    x, weight, y = (_plan.Matrix((pitch, 1), True) for pitch in (inputs, inputs, features))
+    p = _plan.Matmul(rows, features, inputs, dtype, kernels.gpu(device), x, weight, y)
+    return _plan.computes_g_again(p, reads_count=cumulative)

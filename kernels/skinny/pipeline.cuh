@@ -31,14 +31,3 @@ __device__ __forceinline__ void load_tile(const TensorMap* dy, const TensorMap* 
 #pragma unroll
     for (int i = 0; i < X / BOX; ++i) tma_load(to + X_AT + i * BOX, x, full, i * COLUMNS, int(row0));
 }
-
-// Which stage of its pipeline a team uses next, and the phase of that stage's barriers.
-struct Turn {
-    int stage = 0, phase = 0;
-
-    __device__ __forceinline__ void pass() {
-        if (++stage < TILES) return;
-        stage = 0;
-        phase ^= 1;
-    }
-};

@@ -9,10 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 
-from gsbn.torch import ConvBatchNorm1d, LinearBatchNorm1d  # noqa: E402
+from gsbn.torch import ConvBatchNorm1d, LinearBatchNorm1d, linear_batch_norm  # noqa: E402
 from gsbn.torch._operators import TRAIN  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper", "fresh_dynamo")]
 
 ROWS, INPUTS, FEATURES = 60001, 64, 200
 EPS = torch.finfo(torch.bfloat16).eps
@@ -31,9 +31,18 @@ def kept_by(layer: Any, x: Any, unpack: Any = lambda t: t) -> tuple[Any, list[An
         return layer(x), kept
 
 
-def gradients(layer: Any, x: Any, dy: Any) -> list[Any]:
+def bytes_kept(call: Any, x: Any) -> int:
+    """Return the bytes that a call allocates for its backward."""
     leaf = x.detach().requires_grad_()
-    return list(torch.autograd.grad(layer(leaf), [leaf, *layer.parameters()], dy))
+    before = torch.cuda.memory_allocated()
+    y = call(leaf)
+    return torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+
+
+def gradients(call: Any, x: Any, dy: Any, parameters: Any = None) -> list[Any]:
+    """Return the gradients of x and of the parameters, by default those of `call`."""
+    leaf = x.detach().requires_grad_()
+    return list(torch.autograd.grad(call(leaf), [leaf, *(parameters or call.parameters())], dy))
 
 
 def assert_near(found: list[Any], wanted: list[Any], bound: float) -> None:
@@ -51,8 +60,58 @@ def test_the_gradients_are_those_of_stored_deviations() -> None:
     """Stored deviations, dg and the gradients are rounded: half an eps each, in either backward."""
     layer, x = layer_and_batch()
     dy = torch.randn(ROWS, FEATURES, device="cuda", dtype=x.dtype)
-    recorded = torch.compile(layer, backend="eager", fullgraph=True)
+    recorded = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
     assert_near(gradients(layer, x, dy), gradients(recorded, x, dy), 3 * EPS)
+    assert bytes_kept(recorded, x) > ROWS * FEATURES * 2  # a program for any number of rows stores them
+
+
+@pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager"}, {}, {"mode": "reduce-overhead"}])
+def test_a_recorded_program_keeps_none(options: dict[str, Any]) -> None:
+    """A program for one number of rows computes the gradients of an eager call, bit by bit."""
+    layer, x = layer_and_batch()
+    dy = torch.randn(ROWS, FEATURES, device="cuda", dtype=x.dtype)
+    wanted = gradients(layer, x, dy)
+    recorded = torch.compile(layer, fullgraph=True, dynamic=False, **options)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(recorded, x, dy), wanted))
+    if "mode" not in options:  # the memory of CUDA graphs is always allocated
+        assert bytes_kept(recorded, x) < ROWS * FEATURES
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_recorded_program_under_autocast(residual: bool) -> None:
+    layer, x = layer_and_batch(torch.float32)
+    of_layer = [torch.randn(ROWS, FEATURES, device="cuda", dtype=torch.bfloat16)] if residual else []
+    dy = torch.randn(ROWS, FEATURES, device="cuda", dtype=torch.bfloat16)
+
+    def run(call: Any) -> list[Any]:
+        with torch.autocast("cuda", torch.bfloat16):
+            return gradients(lambda x: call(x, *of_layer), x, dy, layer.parameters())
+
+    found = run(torch.compile(layer, fullgraph=True, dynamic=False))
+    assert_near(found, run(layer), 3 * EPS)  # it does not round dweight
+
+
+def test_an_exported_program_stores_the_deviations() -> None:
+    """It may run on another GPU, where no kernel computes g again."""
+    layer, x = layer_and_batch()
+    layer.forward = lambda x: linear_batch_norm(x, layer.linear.weight, training=True)
+    program = torch.export.export(layer, (x,), strict=False)
+    called = next(node for node in program.graph.nodes if node.target is TRAIN)
+    assert called.kwargs.get("remat") is None and len(called.args) < len(TRAIN._schema.arguments)
+    assert_near([program.module()(x)], [layer(x)], EPS)
+
+
+def test_the_operator_copies_operands_off_16_bytes() -> None:
+    layer, x = layer_and_batch()
+    norm, weight = layer.norm, layer.linear.weight.detach()
+    vectors = (None, None, norm.weight, norm.bias, norm.running_mean, norm.running_var, None)
+    more = (1.0, 0.1, 1e-5, "highest", "auto", "relu", None, None, None, None, 1, None, True)
+    wanted = TRAIN(x, weight, *vectors, *more)
+    assert wanted[1].shape == (ROWS, 0)
+    off = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    for given in (off, x.T.contiguous().T):
+        assert all(map(torch.equal, TRAIN(given, weight.T.contiguous().T, *vectors, *more), wanted))
 
 
 @pytest.mark.parametrize("needed", ["gamma", "weight", "x"])
@@ -124,7 +183,7 @@ def test_convolutions_keep_none() -> None:
     assert_near(gradients(layer, x, dy), gradients(layer, x.contiguous(), dy), 3 * EPS)
 
 
-def test_a_recorded_program_stores_the_deviations() -> None:
+def test_the_operator_stores_deviations_unless_told() -> None:
     layer, x = layer_and_batch()
     norm = layer.norm
     more = (norm.running_mean, norm.running_var, None, 1.0, 0.1, 1e-5, "highest", "auto", "relu")
