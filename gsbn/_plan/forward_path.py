@@ -16,6 +16,7 @@ from .sm90_variants import element_for
 from .variants import FEW_FEATURES
 
 ONE_PASS_ROWS = 1024  # up to this many rows a CTA of normalize_fused has all of them, and computes their statistics
+REMAT_US = 2.0  # what computing g again adds to a backward, beside what it reads
 
 
 def one_pass_serves(p: Matmul, training: bool, reads_count: bool, ranks: str | None) -> bool:
@@ -125,7 +126,7 @@ def stores_vectors_alone(p: Matmul, precision: str, of_call: OfCall, us: float) 
     copies = copies_us(taken)
     us = us or cheapest_tile(taken, "training", p.dtype, of_call._replace(saves=True)).us + copies
     spared = p.m * (2 * p.n - p.k) * ITEMSIZE[p.dtype] * 1e-6 / H200.copy_rate  # what the backward need not read
-    return bool(limits.remat) or tile.us + copies <= us + spared
+    return bool(limits.remat) or tile.us + copies <= us + max(0.0, spared - REMAT_US)
 
 
 def computes_g_again(p: Matmul, *, reads_count: bool) -> bool:
