@@ -197,8 +197,7 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
       limbs of dg are made at once. Its limbs for dx overwrite dg; x's limbs overwrite them once dx is computed.
     - If only dx needs limbs and there are more rows than input features, dw comes first. dg's limbs then overwrite dg,
       and only the weight's limbs need room.
-    - If dx's launch makes the weight's limbs in registers, it needs only the limbs of dg. If there is room, they lie in
-      dw's memory.
+    - If dx's launch makes the weight's limbs in registers, it needs only the limbs of dg.
     - If dg is not the call's `own`, it is not overwritten, and all limbs have room of their own.
     """
     dx_of_limbs, dw_of_limbs = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
@@ -219,9 +218,6 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
             dg = dg._replace(mn_major=split_of("dg", dw_of_limbs.x, dw_of_limbs.m, dw_of_limbs.k).mn_major)
         if in_place:
             dg = dg._replace(k_major=Operand("dg", dg.pitch))
-        elif dw_of_limbs is not None and not of_both and dg.k_major is not None:
-            in_dw = dg.rows * dg.k_major.pitch <= dw_of_limbs.m * dw_of_limbs.n  # floats
-            dg = dg._replace(k_major=dg.k_major._replace(limbs="dweight")) if in_dw else dg
         if of_both:
             place = "dweight" if fits and dw is not None and not weight_first else SCRATCH
             wanted.append(split_of("weight", dx_of_limbs.w, dx_of_limbs.n, dx_of_limbs.k, place))
