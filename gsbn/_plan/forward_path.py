@@ -131,6 +131,8 @@ def stores_vectors_alone(p: Matmul, precision: str, of_call: OfCall, us: float) 
 
 def computes_g_again(p: Matmul, *, reads_count: bool) -> bool:
     """Return whether a forward in training that saves for its backward stores no deviations. p has 16 bits."""
+    if not rematerializes(p):  # also without rows, for which no time is defined
+        return False
     _, _, us = gemm_for(p, precision="highest", gemm="auto", saved=True, reads_count=reads_count)
     return stores_vectors_alone(p, "highest", OfCall(reads_count=reads_count), us)
 

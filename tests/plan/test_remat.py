@@ -170,7 +170,11 @@ def test_any_dy_is_read_in_rows_on_16_bytes(strides: tuple[int, int]) -> None:
 
 def test_other_gpus_store_them() -> None:
     p = contiguous(802816, 128, 128, "bfloat16", Device((8, 0), 108))
-    assert not gsbn._plan.skinny.rematerializes(p)
+    assert not computes_g_again(p, reads_count=False)
+
+
+def test_no_rows_store_none() -> None:
+    assert not computes_g_again(contiguous(0, 128, 128, "bfloat16", fake_gpu.HOPPER), reads_count=False)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (20000, 128, 256), (1000000, 32, 32), (300, 64, 64), (50000, 60, 512)])
