@@ -81,12 +81,12 @@ def test_a_recorded_program_keeps_none(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_recorded_program_under_autocast(residual: bool) -> None:
     layer, x = layer_and_batch(torch.float32)
-    of_layer = [torch.randn(ROWS, FEATURES, device="cuda", dtype=torch.bfloat16)] if residual else []
+    more = [torch.randn(ROWS, FEATURES, device="cuda", dtype=torch.bfloat16)] if residual else []
     dy = torch.randn(ROWS, FEATURES, device="cuda", dtype=torch.bfloat16)
 
     def run(call: Any) -> list[Any]:
         with torch.autocast("cuda", torch.bfloat16):
-            return gradients(lambda x: call(x, *of_layer), x, dy, layer.parameters())
+            return gradients(lambda x: call(x, *more), x, dy, layer.parameters())
 
     found = run(torch.compile(layer, fullgraph=True, dynamic=False))
     assert_near(found, run(layer), 3 * EPS)  # it does not round dweight
