@@ -277,8 +277,8 @@ def loss(lines, rates):
     return total / len(lines)
 
 
-# Rates that the sweep cannot fit: of calls that follow each other for longer, and of larger products.
-NOT_OF_THE_SWEEP = ("held_flops", "cublas_flops")
+# Rates that the sweep cannot fit: of calls that follow each other for longer, of larger products, and of backwards.
+NOT_OF_THE_SWEEP = ("held_flops", "cublas_flops", "remat_us")
 
 
 def scalars(rates):

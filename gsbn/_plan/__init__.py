@@ -17,7 +17,7 @@ from .channels_first import plan_backward_channels_first as plan_backward_channe
 from .channels_first import plan_forward_channels_first as plan_forward_channels_first
 from .copies import in_rows as in_rows
 from .forward import plan_forward as plan_forward
-from .forward_path import computes_g_again as computes_g_again
+from .forward_path import chooses_remat as chooses_remat
 from .forward_path import gemm_for as gemm_for
 from .gemm import OneLaunch as OneLaunch
 from .gemm import limbs_of_rows as limbs_of_rows

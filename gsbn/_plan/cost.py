@@ -83,7 +83,8 @@ def one_launch_us(
     step = smooth_max(pace, 6)
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _off_line(p, rates)
     stored = y * (1 + saves) / rates.y_rate[mode]  # deviations are stored like y
-    tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + stored
+    of_rows = block_m * ITEMSIZE[dtype] * rates.row_us[mode]
+    tile = steps * step + rates.tile_us[mode] + of_rows + stored
     largest = ITEMSIZE[dtype] == 2 and block_m == largest_block(element)
     if mode == "training" and largest and cluster == split == 1 and n > SM90_BLOCK_N:
         tile *= rates.alone[mode]  # a CTA of a pair loads half of a tile of x
@@ -100,7 +101,7 @@ def one_launch_us(
         next_tile = max(tile + y / rates.deferred_rate, rates.deferred_us)
     else:
         before_epilogue = rates.constants_us * ceil_div(warps, 3) if mode == "inference" else 0.0
-        absent = (1 - _epilogue_part(p, rates)) * block_m * ITEMSIZE[dtype] * rates.row_us[mode]
+        absent = (1 - _narrow_factor(p, rates)) * of_rows  # of features that the tile does not have
         next_tile = max(tile - stored - absent, stored)  # storing y overlaps with the next tile
     us: float = rates.call_us[mode] + tile + (waves - 1) * next_tile + before_epilogue
     if of_cluster > 1:
@@ -114,16 +115,18 @@ def _off_line(p: Matmul, rates: Rates) -> float:
     return rates.off_line_y ** ((pitch % 128 > 0) + (pitch % 16 > 0))
 
 
-def _in_lines(pitch: int) -> bool:
-    """Return whether rows of at most 128 bytes with this pitch in bytes each lie in one line of the cache."""
+def _fits_lines(pitch: int) -> bool:
+    """Return whether rows with this pitch in bytes are whole lines of the cache, or halves or quarters of one."""
     return pitch % 128 == 0 or pitch in (32, 64)
 
 
-def _epilogue_part(p: Matmul, rates: Rates) -> float:
-    """Return the factor on the time of the epilogue of one of many tiles with few features. Loads of x hide the gain if
-    its rows lie in several lines."""
+def _narrow_factor(p: Matmul, rates: Rates) -> float:
+    """Return the factor on the time of an epilogue if a CTA has many tiles, and p too few features to fill them.
+
+    It is 1 if rows of x do not fit lines of the cache: loading them then takes longer than a short epilogue.
+    """
     width = min(p.n, SM90_BLOCK_N) / SM90_BLOCK_N
-    return rates.narrow + (1 - rates.narrow) * width if _in_lines(p.x.strides[0] * ITEMSIZE[p.dtype]) else 1.0
+    return rates.narrow + (1 - rates.narrow) * width if _fits_lines(p.x.strides[0] * ITEMSIZE[p.dtype]) else 1.0
 
 
 def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bool, rates: Rates = H200) -> float:
@@ -139,15 +142,24 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bo
     product = steps * rates.again_step_us[element] * alone
     x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + saves)))
     y *= _off_line(p, rates)
-    part = _epilogue_part(p, rates)
+    narrow = _narrow_factor(p, rates)
     first, again = (
-        max(product + part * rates.tile_statistics_us, x),
-        max(product + part * rates.tile_us["recompute"], x + y),
+        max(product + narrow * rates.tile_statistics_us, x),
+        max(product + narrow * rates.tile_us["recompute"], x + y),
     )
     us = waves * first + (waves - 1) * again + y
     # this mode does twice the arithmetic of other modes
     held = 4 * m * n * k / rates.held_flops * alone if ITEMSIZE[dtype] == 2 else 0.0
     return rates.call_us["recompute"] + max(us, held)
+
+
+def spared_us(p: Matmul, *, rates: Rates = H200) -> float:
+    """Return the time that a backward of p is shorter if it computes g again.
+
+    It then does not read the deviations, which it otherwise reads twice, but reads x once more.
+    """
+    read = p.m * (2 * p.n - p.k) * ITEMSIZE[p.dtype] * 1e-6 / rates.copy_rate
+    return max(0.0, read - rates.remat_us)
 
 
 def skinny_us(
@@ -165,11 +177,11 @@ def skinny_us(
 
     They bring the weight to shared memory, and then move bytes or multiply, whichever takes longer. At a time, all SMs
     together take `at_once` rows, `features` features, and `chunks` chunks of 64 bytes of a row. Places that stay empty
-    take the same time.
+    take the same time. Rows of y that do not fit lines of the cache are stored more slowly.
     """
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
     x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * (1 + saves) * 1e-6 / rates.skinny_rate
-    y *= 1.0 if _in_lines(p.y.strides[0] * size) else rates.off_line_y
+    y *= 1.0 if _fits_lines(p.y.strides[0] * size) else rates.off_line_y
     rows = (m + round_up(m, at_once)) / 2e6
     taken = round_up(ceil_div(k * size, 64), chunks)
     product = rows * features * (taken * rates.skinny_chunk_us[element] + rates.skinny_row_us)

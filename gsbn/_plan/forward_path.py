@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from .copies import in_rows
-from .cost import copies_us, cublas_us, passes_us
+from .cost import copies_us, cublas_us, passes_us, spared_us
 from .gemm import LEAST_TERMS, cublas_obstacle, for_cublas, for_sm90, for_tiled, sm90_obstacle
 from .h100 import rates_on
 from .h200 import H200
@@ -16,7 +16,6 @@ from .sm90_variants import element_for
 from .variants import FEW_FEATURES
 
 ONE_PASS_ROWS = 1024  # up to this many rows a CTA of normalize_fused has all of them, and computes their statistics
-REMAT_US = 2.0  # what computing g again adds to a backward, beside what it reads
 
 
 def one_pass_serves(p: Matmul, training: bool, reads_count: bool, ranks: str | None) -> bool:
@@ -125,14 +124,12 @@ def stores_vectors_alone(p: Matmul, precision: str, of_call: OfCall, us: float) 
         return False
     copies = copies_us(taken)
     us = us or cheapest_tile(taken, "training", p.dtype, of_call._replace(saves=True)).us + copies
-    spared = p.m * (2 * p.n - p.k) * ITEMSIZE[p.dtype] * 1e-6 / H200.copy_rate  # what the backward need not read
-    return bool(limits.remat) or tile.us + copies <= us + max(0.0, spared - REMAT_US)
+    return bool(limits.remat) or tile.us + copies <= us + spared_us(p)
 
 
-def computes_g_again(p: Matmul, *, reads_count: bool) -> bool:
-    """Return whether a forward in training that saves for its backward stores no deviations. p has 16 bits."""
-    if not rematerializes(p):  # also without rows, for which no time is defined
-        return False
+def chooses_remat(p: Matmul, *, reads_count: bool) -> bool:
+    """Return whether `plan_forward` lets the backward of a training call on p compute g again. p has 16 bits."""
+    p = p._replace(m=max(p.m, 1))  # as there
     _, _, us = gemm_for(p, precision="highest", gemm="auto", saved=True, reads_count=reads_count)
     return stores_vectors_alone(p, "highest", OfCall(reads_count=reads_count), us)
 

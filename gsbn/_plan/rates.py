@@ -29,7 +29,7 @@ class Rates(NamedTuple):
     tile_us: dict[str, float]  # by mode: per tile, before and after its mainloop
     row_us: dict[str, float]  # by mode: added to tile_us, per row of the tile and byte of an element of y
     y_rate: dict[str, float]  # by mode: the stores of y by all CTAs
-    narrow: float  # the part of an epilogue's time that does not shrink with the features of a tile
+    narrow: float  # the part of an epilogue's time that is the same however few features a tile has
     exchange_us: float  # split-k: until all CTAs of the cluster have multiplied and the first sums have arrived
     exchange_rate: float  # split-k: the sums that one CTA receives
     cluster_us: dict[int, float]  # by CTAs of a cluster, if more than one: added per call
@@ -67,6 +67,7 @@ class Rates(NamedTuple):
     skinny_weight_us: dict[str, float]  # by operand: per element of the weight, to bring it to shared memory
     skinny_row_us: float  # per million rows and feature, however short the rows are
     skinny_off_line_us: float  # per million elements of y, if they are stored one by one
+    remat_us: float  # a backward that computes g again: added per call
     # ---- tall_product
     tall_call_us: float  # per product: its two launches
     tall_chunk_us: dict[bool, float]  # per 32 rows of a CTA; True: both operands are read 16 bytes at a time

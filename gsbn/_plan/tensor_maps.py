@@ -1,4 +1,4 @@
-"""Computes what the tensor maps of forward_sm90 encode: the boxes into which TMA divides each operand."""
+"""Computes what tensor maps encode, for forward_sm90 and row-major operands: the boxes into which TMA divides them."""
 
 from __future__ import annotations
 

@@ -64,6 +64,12 @@ def widens(dtype: Any, weight: Any) -> bool:
     return dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export records. `torch.compiler.is_exporting` is not asked: some versions of torch.compile
+    replace it by True."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
 def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     """Return `how`, changed so that dg overwrites the deviations if nothing will read them again.
 

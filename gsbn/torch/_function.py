@@ -28,6 +28,7 @@ from ._autograd import (
     drop_given,
     goes_again,
     in_place,
+    is_exporting,
     is_watched,
     keeps_graph,
     needed_of,
@@ -217,8 +218,7 @@ def call(
     )
     if is_compiling() or is_watched():
         training, *more = options
-        # This is not torch.compiler.is_exporting(), because some versions of torch.compile replace that by True.
-        if getattr(torch.compiler, "_is_exporting_flag", False) and not training:
+        if is_exporting() and not training:
             differentiate = False  # an exported inference keeps nothing for a backward
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         # If autocast casts the weight, a compiled backward makes dweight in float32: a separate cast would read and

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._arrays.admit import is_memory
 from .._typing import Activation, Gemm, Precision
 from ._activations import MODULES, apply, of_module
+from ._autograd import is_exporting
 from ._channels_first import autocast_dtype, beats_modules
 from ._function import call, in_rows, is_transformed
 from ._ghosts import GhostBatchNorm1d
@@ -180,7 +181,7 @@ def are_plain(x: Any, linear: Any, norm: Any, precision: Precision = "highest") 
     if x.__class__ not in _TENSORS or weight.__class__ not in _TENSORS or not (x.is_cuda or x.is_cpu):
         return False
     if is_compiling():  # the compiler's tensors are plain memory
-        if (linear.training or norm.training) and getattr(torch.compiler, "_is_exporting_flag", False):
+        if (linear.training or norm.training) and is_exporting():
             return False  # an exported program would have no gradients
     elif not (is_memory(torch, x) and is_memory(torch, weight)):
         return False

@@ -22,7 +22,7 @@ from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ._activations import before
 from ._again import Given, gradients_again
-from ._autograd import goes_again
+from ._autograd import goes_again, is_exporting
 from ._groups import group_named
 
 _SCHEMA = (
@@ -44,7 +44,7 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
         activation, name, renorm, groups, residual, remat = _last(more)
-        x, weight = (_on_words(x), _on_words(weight)) if remat else (x, weight)
+        x, weight = map(_contiguous, (x, weight)) if remat else (x, weight)
         group = group_named(x.device, name)
         factor = number if scale is None else scale
         arrays = (x, weight, factor, bias, gamma, beta, mean, var, count, None, residual, None)
@@ -72,8 +72,8 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("gsbn", "DEF")
 
 
-def _on_words(x: Any) -> Any:
-    """Return x, or a copy if x is not contiguous from a multiple of 16 bytes on."""
+def _contiguous(x: Any) -> Any:
+    """Return x, or a copy if x is not contiguous or does not start on 16 bytes."""
     return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -236,27 +236,27 @@ def recorded(
     if differentiate:
         _, momentum, *_, gemm = more
         plain = gemm == "auto" and group is renorm is limits is None and groups == 1
-        remat = training and plain and is_compiling() and _keeps_no_deviations(tensors[0], tensors[1], momentum)
+        remat = training and plain and is_compiling() and _records_remat(tensors[0], tensors[1], momentum)
         return _Recorded.apply(*tensors, training, wide, remat, *options)
     return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)
 
 
-def _keeps_no_deviations(x: Any, weight: Any, momentum: Any) -> bool:
+def _records_remat(x: Any, weight: Any, momentum: Any) -> bool:
     """Return whether to record a training call whose backward computes g again, as an eager call decides for its rows.
 
     A program for any number of rows stores deviations. So does an exported one, which may run on another GPU.
     """
     from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import, so only where torch traces
 
-    exports = getattr(torch.compiler, "_is_exporting_flag", False)
-    if exports or not x.is_cuda or x.dtype.itemsize != 2 or not has_static_value(x.shape[0]):
+    if is_exporting() or not x.is_cuda or x.dtype.itemsize != 2 or not has_static_value(x.shape[0]):
         return False
     (rows, inputs), features, dtype = x.shape, weight.shape[0], str(x.dtype)[6:]
-    return _computes_g_again(rows, features, inputs, dtype, x.device.index, momentum is None)
+    return _chooses_remat(rows, features, inputs, dtype, x.device.index, momentum is None)
 
 
 @constant_in_graphs
-def _computes_g_again(rows: int, features: int, inputs: int, dtype: str, device: int, cumulative: bool) -> bool:
+def _chooses_remat(rows: int, features: int, inputs: int, dtype: str, device: int, cumulative: bool) -> bool:
+    """Return the planner's choice for contiguous operands on 16 bytes."""
     x, weight, y = (_plan.Matrix((pitch, 1), True) for pitch in (inputs, inputs, features))
     p = _plan.Matmul(rows, features, inputs, dtype, kernels.gpu(device), x, weight, y)
-    return _plan.computes_g_again(p, reads_count=cumulative)
+    return _plan.chooses_remat(p, reads_count=cumulative)

@@ -9,7 +9,7 @@ import pytest
 
 import gsbn
 from gsbn._forward import forward_within
-from gsbn._plan import Device, Limits, computes_g_again
+from gsbn._plan import Device, Limits, chooses_remat
 from gsbn._plan.problem import REMAT_ROWS
 from gsbn._plan.skinny import SUMS_FEATURES, remat_backward
 from tests.plan.fits import H200, contiguous
@@ -170,20 +170,20 @@ def test_any_dy_is_read_in_rows_on_16_bytes(strides: tuple[int, int]) -> None:
 
 def test_other_gpus_store_them() -> None:
     p = contiguous(802816, 128, 128, "bfloat16", Device((8, 0), 108))
-    assert not computes_g_again(p, reads_count=False)
+    assert not chooses_remat(p, reads_count=False)
 
 
 def test_no_rows_store_none() -> None:
-    assert not computes_g_again(contiguous(0, 128, 128, "bfloat16", fake_gpu.HOPPER), reads_count=False)
+    assert not chooses_remat(contiguous(0, 128, 128, "bfloat16", fake_gpu.HOPPER), reads_count=False)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (20000, 128, 256), (1000000, 32, 32), (300, 64, 64), (50000, 60, 512)])
 @pytest.mark.parametrize("momentum", [None, 0.1])
 def test_a_recorded_program_learns_the_choice_before_the_call(shape: tuple[int, int, int], momentum: Any) -> None:
-    """`computes_g_again` decides as an eager call does. Without clusters, it holds on few SMs, too."""
+    """`chooses_remat` decides as an eager call does. Without clusters, it holds on few SMs, too."""
     rows, inputs, features = shape
     p = contiguous(rows, features, inputs, "bfloat16", fake_gpu.HOPPER)
-    chosen = computes_g_again(p, reads_count=momentum is None)
+    chosen = chooses_remat(p, reads_count=momentum is None)
     running = {name: fake_gpu.Array((features,), "float32") for name in ("running_mean", "running_var")}
     given = arrays(*shape, **running, num_batches_tracked=fake_gpu.Array((), "int64"))
     saved, _ = step(given, momentum=momentum)

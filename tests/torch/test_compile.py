@@ -225,6 +225,14 @@ def test_selective_checkpointing() -> None:
     assert "gsbn.train.default" in seen
 
 
+def test_a_program_without_deviations_refuses_a_device_that_stores_them() -> None:
+    """Its backward is recorded for the other shapes. A CPU always stores them."""
+    x, weight = torch.randn(9, 6), torch.randn(5, 6)
+    more = (1.0, 0.1, 1e-5, "highest", "auto", "relu", None, None, None, None, 1, None, True)
+    with pytest.raises(RuntimeError, match=r"^linear_batch_norm: expected as many SMs"):
+        operators.TRAIN(x, weight, *[None] * 7, *more)
+
+
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("rows", [9, 40])
