@@ -25,6 +25,7 @@
 // To write and read g, which is float32, would add 256 MB. skinny_normalize begins where skinny_stats ended, with the
 // rows that L2 still holds. skinny_product reads x and writes g once: at (802816, 128, 128) 822 MB. To write limbs of x
 // and read them would add 822 MB.
+#include "common/tma.cuh"
 #include "skinny/tiles.cuh"
 
 // how many rows of a lane are added in float32; with limbs only those of one tile, because the sums take registers
@@ -213,45 +214,82 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     partials[p.ldg] = pooled.m2;
 }
 
-// Stores y and the deviations of all tiles of g. of(at) returns a function for the WORD features from the CTA's feature
-// `at` on. It turns an element of g, with its number among these features, into an element of y and a deviation.
-// (Strides are references, because values would cost registers.)
+using Word = Vector<T, WORD>;
+
+// Calls put(row, at, y, deviations) for all words of a lane: WORD features of a row of the tile, from the CTA's feature
+// `at` on. of(at) returns a function for these features. It turns an element of g, with its number among them, into an
+// element of y and a deviation.
+template <typename P, typename Of, typename Put>
+__device__ __forceinline__ void for_words(const P& p, const OfLane& g, int lane, int first, const Of& of,
+                                          const Put& put) {
+#pragma unroll
+    for (int j = 0; j < LANE_FEATURES; j += WORD) {
+        const int at = feature_of(lane % 4, j);
+        if (first + at >= p.n) break;
+        const auto make = of(at);
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i) {
+            Word out, deviation;
+#pragma unroll
+            for (int l = 0; l < WORD; ++l) make(g[i][j + l], l, out.at[l], deviation.at[l]);
+            put(lane / 4 + i * 8, at, out, deviation);
+        }
+    }
+}
+
+// Stores y and the deviations of all tiles of g.
+// In 16 bits, a tile whose rows of y lie together is put together in shared memory and stored as one piece: rows that do
+// not fit lines of the cache then take no longer than others. (Strides are references, because values would cost
+// registers.)
 template <typename P, typename Of>
 __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int first, const float* backs, T* y,
                                             const long long& y_row, const long long& y_col, T* deviations,
                                             const Of& of) {
-    const int lane = threadIdx.x % LANES, quarter = lane % 4;
+    const int lane = threadIdx.x % LANES;
+    const bool together =
+        IN_16_BITS && p.flags & FLAG_VECTOR_Y && p.n <= FEATURES && p.n % WORD == 0 && y_col == 1 && y_row == p.n;
+    char* const stages = shared + STAGED_AT + threadIdx.x / LANES * 2 * STAGED_BYTES;
+    int turn = 0;
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
-#pragma unroll
-        for (int j = 0; j < LANE_FEATURES; j += WORD) {
-            const int at = feature_of(quarter, j), col = first + at;
-            const int inside = int(min(p.n - col, 1LL * WORD));
-            if (inside <= 0) break;
-            const auto make = of(at);
-#pragma unroll
-            for (int i = 0; i < LANE_ROWS; ++i) {
-                const long long row = row0 + lane / 4 + i * 8;
-                if (!whole && row >= tiles.end) break;
-                Vector<T, WORD> out, deviation;
-#pragma unroll
-                for (int l = 0; l < WORD; ++l) make(g[i][j + l], l, out.at[l], deviation.at[l]);
-                T* to = y + row * y_row + col * y_col;
-                T* deviations_at = deviations + row * p.ldg + col;
-                if (inside == WORD && p.flags & FLAG_VECTOR_Y) {
-                    *reinterpret_cast<Vector<T, WORD>*>(to) = out;
-                    if constexpr (SAVE_DEVIATIONS) *reinterpret_cast<Vector<T, WORD>*>(deviations_at) = deviation;
-                } else {
-#pragma unroll
-                    for (int l = 0; l < WORD; ++l)
-                        if (l < inside) {
-                            to[l * y_col] = out.at[l];
-                            if constexpr (SAVE_DEVIATIONS) deviations_at[l] = deviation.at[l];
-                        }
-                }
+        if (together && whole) {
+            T* const stage = reinterpret_cast<T*>(stages + turn * STAGED_BYTES);
+            turn ^= 1;
+            if (lane == 0) tma_store_wait_read<1>();  // the tile before the last one has left
+            __syncwarp();
+            for_words(p, g, lane, first, of, [&](int row, int at, const Word& out, const Word& deviation) {
+                *reinterpret_cast<Word*>(stage + row * int(p.n) + at) = out;
+                if constexpr (SAVE_DEVIATIONS)
+                    *reinterpret_cast<Word*>(deviations + (row0 + row) * p.ldg + at) = deviation;
+            });
+            fence_async();
+            __syncwarp();
+            if (lane == 0) {
+                tma_store(y + row0 * p.n, stage, ROWS * unsigned(p.n) * sizeof(T));
+                tma_store_commit();
             }
+            return;
         }
+        for_words(p, g, lane, first, of, [&](int of_tile, int at, const Word& out, const Word& deviation) {
+            const long long row = row0 + of_tile;
+            if (!whole && row >= tiles.end) return;
+            const int col = first + at, inside = int(min(p.n - col, 1LL * WORD));
+            T* to = y + row * y_row + col * y_col;
+            T* deviations_at = deviations + row * p.ldg + col;
+            if (inside == WORD && p.flags & FLAG_VECTOR_Y) {
+                *reinterpret_cast<Word*>(to) = out;
+                if constexpr (SAVE_DEVIATIONS) *reinterpret_cast<Word*>(deviations_at) = deviation;
+            } else {
+#pragma unroll
+                for (int l = 0; l < WORD; ++l)
+                    if (l < inside) {
+                        to[l * y_col] = out.at[l];
+                        if constexpr (SAVE_DEVIATIONS) deviations_at[l] = deviation.at[l];
+                    }
+            }
+        });
     });
+    if (together) tma_store_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(CTA, 1)

@@ -10,13 +10,16 @@ from .gemm import waiting_grid
 from .problem import ITEMSIZE, SPLITS, Matmul, ceil_div, deviations_dtype, row_threads_for, split_rows
 from .skinny import Sums
 from .sources import Kernel, with_activation, with_ghosts, with_renorm
-from .variants import COLUMN_CLUSTERS, GHOST_KERNELS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
+from .variants import COLUMN_CLUSTERS, GHOST_KERNELS, ROW_STAGES, SUMS_CLUSTERS, THREADS, backward_kernels
 
 SUMS_CTAS, DG_CTAS = 2, 2  # CTAs per SM of backward_sums and of backward_dg
 # The most threads along a row of a 16-bit dy: the first number up to FEW_ELEMENTS elements of dy, the second beyond.
 # A whole warp leaves more columns of the last block empty, and was up to 10 % slower.
 ROW_THREADS, FEW_ELEMENTS = (8, 16), 8_000_000
-SHARED_SPLITS = 4  # backward_sums uses clusters if at least this many fit per block of columns
+SHARED_CTAS = 32  # backward_sums uses clusters if a block of columns has more CTAs than this
+# With one block of columns and up to so many rows, merging the splits costs more than the SMs that large clusters leave
+# without work.
+ROWS_OF_LARGE_CLUSTERS = 2**17
 FUSED_ROWS, FUSED_CTAS = 1024, 2  # backward_fused does all passes up to these rows per CTA and CTAs per SM
 # A cluster of backward_fused shares columns if dy has at most so many elements. The second limit is for two CTAs per
 # SM: one of them loads while the other waits for its cluster.
@@ -71,8 +74,9 @@ def cut_passes(
     # threads that merge a column (merge_splits)
     shares = 1 if dtype == "float64" else THREADS * size // (16 * row_threads)
     # If there are few blocks, clusters share the rows, so that few splits must be merged.
-    clusters = device.clusters(SUMS_CLUSTER) * device.ctas(SUMS_CTAS) // device.sms // blocks
-    sharing = SUMS_CLUSTER if clusters >= SHARED_SPLITS else 1
+    sharing = SUMS_CLUSTERS[blocks == 1 and m <= ROWS_OF_LARGE_CLUSTERS]
+    clusters = device.clusters(sharing) * device.ctas(SUMS_CTAS) // device.sms // blocks
+    sharing = sharing if sharing * clusters > SHARED_CTAS else 1
     alone = min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks)
     splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
     splits = ceil_div(splits, sharing)

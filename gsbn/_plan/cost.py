@@ -171,17 +171,19 @@ def skinny_us(
     *,
     training: bool,
     saves: bool,
+    whole_tiles: bool = False,
     rates: Rates = H200,
 ) -> float:
     """Return the time of a forward by the skinny kernels.
 
     They bring the weight to shared memory, and then move bytes or multiply, whichever takes longer. At a time, all SMs
     together take `at_once` rows, `features` features, and `chunks` chunks of 64 bytes of a row. Places that stay empty
-    take the same time. Rows of y that do not fit lines of the cache are stored more slowly.
+    take the same time. Rows that do not fit lines of the cache are stored more slowly; `whole_tiles` of y are not.
     """
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
-    x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * (1 + saves) * 1e-6 / rates.skinny_rate
-    y *= 1.0 if _fits_lines(p.y.strides[0] * size) else rates.off_line_y
+    x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * 1e-6 / rates.skinny_rate
+    of_rows = 1.0 if _fits_lines(p.y.strides[0] * size) else rates.off_line_y
+    y *= (1.0 if whole_tiles else of_rows) + saves * of_rows
     rows = (m + round_up(m, at_once)) / 2e6
     taken = round_up(ceil_div(k * size, 64), chunks)
     product = rows * features * (taken * rates.skinny_chunk_us[element] + rates.skinny_row_us)

@@ -129,7 +129,11 @@ def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, ra
     splits = ceil_div(p.m, rows)
     taken = for_skinny(p)
     at_once = splits * block
-    us = skinny_us(taken, element, features * blocks, chunks, at_once, training=training, saves=saves, rates=rates)
+    whole_tiles = blocks == 1 and element in ("bfloat16", "float16") and p.y.strides == (p.n, 1)
+    us = skinny_us(
+        taken, element, features * blocks, chunks, at_once,
+        training=training, saves=saves, whole_tiles=whole_tiles, rates=rates,
+    )  # fmt: skip
     us += copies_us(taken, rates=rates)
     product = skinny_product(features, chunks) if element == "limbs" else None
     return Skinny(*skinny(element, features, chunks, saves), splits, rows, blocks, threads, us, product)

@@ -18,13 +18,13 @@ THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # threads of a CTA
 # stages of the pipeline of a thread of backward_sums or backward_dg; a stage has one row
 ROW_STAGES = Constants("backward/rows.cuh", {})["STAGES"]
 COLUMN_CLUSTERS = (2, 4, 8)  # CTAs of a cluster that shares the rows of some columns in backward_fused
-SUMS_CLUSTER = 8  # the same in backward_sums, if it uses clusters
+SUMS_CLUSTERS = (2, 8)  # the same in backward_sums, if it uses clusters
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # WIDTH of split_limbs: the most elements of a row
 # By operand: the chunks of 64 bytes of a row of x that skinny.cu's kernels take at once. Except with limbs, they take
 # the whole row.
 SKINNY_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 LIMBS_BYTES = Constants("skinny/config.cuh", {})["LIMBS_BYTES"]  # bytes of the weight's limbs in a CTA
-SKINNY_SUMS_CLUSTER = 4  # CTAs of a cluster of skinny_sums, so that few splits must be merged
+SKINNY_SUMS_CLUSTER = 2  # CTAs of a cluster of skinny_sums, so that half as many splits must be merged
 SKINNY_SIZES = (32, 64, 128)  # features and input features for which variants of skinny_backward have room
 SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the largest of these sizes, without wide variants
 _TALL = Constants("tall_product.cu", {})
@@ -103,9 +103,11 @@ def _plain_kernels() -> Iterator[Kernel]:
         saved_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # many rows, few rows
         for training, d_dtype in [(False, wide), *((True, d_dtype) for d_dtype in sorted(saved_in_training))]:
             yield from backward_kernels(dtype, d_dtype, training=training)
-            yield backward_kernels(dtype, d_dtype, training=training, sharing=SUMS_CLUSTER)[0]
+            yield from (
+                backward_kernels(dtype, d_dtype, training=training, sharing=sharing)[0] for sharing in SUMS_CLUSTERS
+            )
             if training and d_dtype == dtype:
-                for sharing in (1, SUMS_CLUSTER):
+                for sharing in (1, *SUMS_CLUSTERS):
                     yield making_residual_gradient(backward_kernels(dtype, dtype, training=True, sharing=sharing)[0])
             if training and d_dtype == dtype and remat_sizes(dtype):
                 _, of_dg, _, total, _ = backward_kernels(dtype, "float32", training=True)
@@ -117,7 +119,8 @@ def _plain_kernels() -> Iterator[Kernel]:
                 yield backward_kernels(dtype, d_dtype, training=training, transposed=True)[1]
         sums, dg, fused, _ = backward_kernels(dtype, dtype, training=False, identity=True)
         yield from (sums, dg, fused)
-        yield backward_kernels(dtype, dtype, training=False, identity=True, sharing=SUMS_CLUSTER)[0]
+        for sharing in SUMS_CLUSTERS:
+            yield backward_kernels(dtype, dtype, training=False, identity=True, sharing=sharing)[0]
         if dtype == "float32":
             yield backward_kernels(dtype, dtype, training=False, identity=True, transposed=True)[1]
         yield normalize(dtype, running=True)

@@ -27,6 +27,12 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from
                  : "memory");
 }
 
+// Stores `bytes` that lie together on both sides: a multiple of 16, on 16 bytes.
+__device__ __forceinline__ void tma_store(void* to, const void* from, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem(from)), "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // The first function waits until all but the last PENDING stores of this thread have read shared memory; the second one
