@@ -54,13 +54,14 @@ struct Shared {
         Stage stage[STAGES];
         float2 parts[CLUSTER][PAIRS][CONSUMERS];  // parts of dx, from each CTA
     };
-    char dw[WARPGROUPS][STEP * 128];  // dw of a step, before TMA stores it
+    char dw[2][WARPGROUPS][STEP * 128];  // dw of two steps, before TMA stores it: one is stored while the next is made
     unsigned long long x_full, full[STAGES], empty[STAGES];
     unsigned long long drained, summed;  // all CTAs have read their stages; all parts of dx are here
 };
 // Read by gsbn/_plan/variants.py. The sum of x, the pipeline, dw, the barriers, and the padding that aligns all of them
 // to 1024 bytes.
-constexpr int SHARED_BYTES = 128 * (ROWS * WARPGROUPS + STAGES * (STEP * WARPGROUPS + ROWS) + STEP * WARPGROUPS) + 1280;
+constexpr int SHARED_BYTES =
+    128 * (ROWS * WARPGROUPS + STAGES * (STEP * WARPGROUPS + ROWS) + 2 * STEP * WARPGROUPS) + 1280;
 static_assert(sizeof(Shared) + 1023 <= SHARED_BYTES, "a launch gives less than is used");
 
 // A thread of a warpgroup; the warpgroup has the input features from `input` on.
@@ -75,7 +76,7 @@ struct Consumer {
     }
 
     // Computes a step, whose operands have arrived: the features from `feature` on.
-    __device__ __forceinline__ void multiply(const Stage& stage, unsigned long long* empty, bool first,
+    __device__ __forceinline__ void multiply(const Stage& stage, unsigned long long* empty, int step,
                                              const TensorMap& dw_map, int feature) {
         constexpr int NEXT = 16 * 128 / 16;  // 16 of k add this to a descriptor if MN-major; 2 if K-major
         const auto of_w = operand_descriptor(smem(stage.w[group]), STEP * 128);
@@ -89,16 +90,17 @@ struct Consumer {
         wgmma_commit();
 #pragma unroll
         for (int i = 0; i < STEP / 16; ++i)
-            wgmma<ELEMENT, true, false>(dx, of_w + NEXT * i, dg_k_major + 2 * i, i > 0 || !first);
+            wgmma<ELEMENT, true, false>(dx, of_w + NEXT * i, dg_k_major + 2 * i, i > 0 || step > 0);
         wgmma_commit();
-        if (thread == 0) tma_store_wait_read<0>();  // dw of the step before has left
+        char* const staged = sh.dw[step % 2][group];
+        if (thread == 0) tma_store_wait_read<1>();  // dw of the step before the last one has left
         wgmma_wait<1>();
         group_sync();
-        store_dw(dw);
+        store_dw(dw, staged);
         fence_async();
         group_sync();
         if (thread == 0) {
-            tma_store(&dw_map, sh.dw[group], input, feature);
+            tma_store(&dw_map, staged, input, feature);
             tma_store_commit();
         }
         wgmma_wait<0>();
@@ -107,7 +109,7 @@ struct Consumer {
     }
 
     // Writes dw of a step to shared memory; the swizzle spreads the lanes over all banks.
-    __device__ __forceinline__ void store_dw(const float (&dw)[32]) const {
+    __device__ __forceinline__ void store_dw(const float (&dw)[32], char* staged) const {
         const int lane = thread % 32, row0 = thread / 32 * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < 32; i += 2) {
@@ -115,7 +117,7 @@ struct Consumer {
             Vector<Element, 2> two;
             from_float(dw[i], two.at[0]);
             from_float(dw[i + 1], two.at[1]);
-            char* to = sh.dw[group] + row * 128 + ((piece ^ row) & 7) * 16;
+            char* to = staged + row * 128 + ((piece ^ row) & 7) * 16;
             *reinterpret_cast<Vector<Element, 2>*>(to + Accumulator::first_column(lane) * 2) = two;
         }
     }
@@ -232,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS
     for (int step = 0; step < count; ++step) {
         const int s = step % STAGES;
         mbar_wait(&sh.full[s], step / STAGES & 1);
-        consumer.multiply(sh.stage[s], &sh.empty[s], step == 0, dw_map, (first + step) * STEP);
+        consumer.multiply(sh.stage[s], &sh.empty[s], step, dw_map, (first + step) * STEP);
     }
     consumer.store_dx(dx);
     if (consumer.thread == 0) tma_store_wait();
