@@ -158,8 +158,7 @@ def spared_us(p: Matmul, *, rates: Rates = H200) -> float:
 
     It then does not read the deviations, which it otherwise reads twice, but reads x once more.
     """
-    read = p.m * (2 * p.n - p.k) * ITEMSIZE[p.dtype] * 1e-6 / rates.copy_rate
-    return max(0.0, read - rates.remat_us)
+    return rates.remat_us + p.m * (2 * p.n - p.k) * ITEMSIZE[p.dtype] * 1e-6 / rates.copy_rate
 
 
 def skinny_us(

@@ -67,7 +67,7 @@ class Rates(NamedTuple):
     skinny_weight_us: dict[str, float]  # by operand: per element of the weight, to bring it to shared memory
     skinny_row_us: float  # per million rows and feature, however short the rows are
     skinny_off_line_us: float  # per million elements of y, if they are stored one by one
-    remat_us: float  # a backward that computes g again: added per call
+    remat_us: float  # a backward that computes g again: subtracted per call
     # ---- tall_product
     tall_call_us: float  # per product: its two launches
     tall_chunk_us: dict[bool, float]  # per 32 rows of a CTA; True: both operands are read 16 bytes at a time

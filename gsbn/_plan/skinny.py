@@ -42,6 +42,7 @@ SUMS_FEATURES = 128
 # faster only if at least three quarters of the room for features are filled.
 LEAST_WIDE_ROWS = {(256, 64): 8192, (512, 64): 16384, (1024, 64): 16384}
 LEAST_WIDE_ROWS |= {(256, 128): 24576, (512, 128): 24576, (1024, 128): 24576}
+LEAST_REMAT_ROWS = LEAST_WIDE_ROWS | {(512, 64): 8192, (1024, 64): 4096}  # the same, if it may compute g again
 
 
 class Skinny(NamedTuple):
@@ -182,7 +183,7 @@ def serves_skinny_backward(dtype: str, m: int, n: int, k: int, *, asked: bool = 
     considered.
     """
     size = _with_room(skinny_backward_sizes(dtype) + (remat_sizes(dtype) if remat else []), n, k)
-    return size is not None and m >= (SKINNY_LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
+    return size is not None and m >= (SKINNY_LEAST_ROWS if asked else _least_rows(dtype, n, k, size, remat))
 
 
 def _with_room(sizes: list[tuple[int, int, int]], n: int, k: int) -> tuple[int, int, int] | None:
@@ -190,14 +191,14 @@ def _with_room(sizes: list[tuple[int, int, int]], n: int, k: int) -> tuple[int, 
     return next((size for size in sizes if n <= size[0] * size[2] and k <= size[1]), None)
 
 
-def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float:
+def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int], remat: bool) -> float:
     """Return the least rows with which skinny_backward of this size is fastest; infinity if it never is."""
     features, inputs, cluster = size
     if dtype == "float32":
         return LEAST_FLOAT32_ROWS if min(n, k) > 32 else SKINNY_LEAST_ROWS
     if cluster > 1 and 4 * n < 3 * features * cluster:
         return math.inf
-    return LEAST_WIDE_ROWS.get((features * cluster, inputs), SKINNY_LEAST_ROWS)
+    return (LEAST_REMAT_ROWS if remat else LEAST_WIDE_ROWS).get((features * cluster, inputs), SKINNY_LEAST_ROWS)
 
 
 def rematerializes(p: Matmul) -> bool:
