@@ -1,5 +1,5 @@
 # make demo    run the main job: both KernelBench problems, full size on a GPU, reduced on a CPU
-# make test    run the tests, 10 minutes on two cores; GPU tests skip, and say why, where there is no GPU
+# make test    run the tests, 7 minutes on two cores; GPU tests skip, and say why, where there is no GPU
 # make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
 # make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
 # make ranks   of these the table of two GPUs that share a batch; part of bench where there are two
@@ -14,11 +14,13 @@
 #   VENV=path           where the environment lies; `VENV=` (empty) uses PYTHON as it is and installs nothing
 #   EXTRA=cuda13        the extra to install, cuda12 or cuda13; the default asks the NVIDIA driver, and is none without one
 #   ARGS='-m gpu -x'    more arguments for demo, test, bench or ranks
+#   WORKERS=8           processes that share the tests; WORKERS= (empty), as with VENV=, is one, without pytest-xdist
 #   KERNELBENCH_ROOT=path   a checkout of KernelBench: bench asks its evaluator, too
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+WORKERS ?= $(if $(strip $(VENV)),2)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -52,14 +54,14 @@ demo: $(ready_demo)
 	$(run) examples/quickstart.py $(ARGS)
 
 test: tell_test $(ready_test)
-	$(run) -m pytest $(ARGS)
+	$(run) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist worksteal) $(ARGS)
 
 tell_test:
 ifneq ($(strip $(VENV)),)
 	@echo "make test: installs PyTorch, MPICH, scikit-learn, matplotlib, pytest and more into $(VENV) once, 1.4 GB$(if \
 		$(EXTRA), and CUDA$(comma) as PyTorch and CuPy bring it)."
 endif
-	@echo "make test: the tests take about 10 minutes on two cores without a GPU. ARGS=tests/api runs some of them."
+	@echo "make test: the tests take about 7 minutes on two cores without a GPU. ARGS=tests/api runs some of them."
 
 kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
