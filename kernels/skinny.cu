@@ -237,17 +237,16 @@ __device__ __forceinline__ void for_words(const P& p, const OfLane& g, int lane,
     }
 }
 
-// Stores y and the deviations of all tiles of g.
-// In 16 bits, a tile whose rows of y lie together is put together in shared memory and stored as one piece: rows that do
-// not fit lines of the cache then take no longer than others. (Strides are references, because values would cost
-// registers.)
+// Stores y and the deviations of all tiles of g. In 16 bits, a tile of a y whose rows lie together is put together in
+// shared memory and stored as one piece: rows that do not fit lines of the cache then take no longer than others.
+// (Strides are references, because values would cost registers.)
 template <typename P, typename Of>
 __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int first, const float* backs, T* y,
                                             const long long& y_row, const long long& y_col, T* deviations,
                                             const Of& of) {
     const int lane = threadIdx.x % LANES;
     const bool together =
-        IN_16_BITS && p.flags & FLAG_VECTOR_Y && p.n <= FEATURES && p.n % WORD == 0 && y_col == 1 && y_row == p.n;
+        OF_16_BITS && p.flags & FLAG_VECTOR_Y && p.n <= FEATURES && p.n % WORD == 0 && y_col == 1 && y_row == p.n;
     char* const stages = shared + STAGED_AT + threadIdx.x / LANES * 2 * STAGED_BYTES;
     int turn = 0;
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {

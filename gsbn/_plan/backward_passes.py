@@ -76,7 +76,8 @@ def cut_passes(
     # If there are few blocks, clusters share the rows, so that few splits must be merged.
     sharing = SUMS_CLUSTERS[blocks == 1 and m <= ROWS_OF_LARGE_CLUSTERS]
     clusters = device.clusters(sharing) * device.ctas(SUMS_CTAS) // device.sms // blocks
-    sharing = sharing if sharing * clusters > SHARED_CTAS else 1
+    if sharing * clusters <= SHARED_CTAS:
+        sharing = 1
     alone = min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks)
     splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
     splits = ceil_div(splits, sharing)

@@ -26,7 +26,7 @@ struct TypeOf<ELEMENT_FLOAT16> {
     using type = __half;
 };
 using T = TypeOf<ELEMENT>::type;
-constexpr bool IN_16_BITS = ELEMENT == ELEMENT_BFLOAT16 || ELEMENT == ELEMENT_FLOAT16;
+constexpr bool OF_16_BITS = ELEMENT == ELEMENT_BFLOAT16 || ELEMENT == ELEMENT_FLOAT16;
 constexpr bool BY_FMA = ELEMENT == ELEMENT_FLOAT32, BY_LIMBS = ELEMENT == ELEMENT_LIMBS;
 
 // Warps and their tiles of g: of a tile, a lane has LANE_ROWS rows by LANE_FEATURES features. Larger tiles take more
@@ -51,7 +51,7 @@ constexpr int LIMBS_BYTES = 128 * 1024;
 constexpr int WEIGHT_BYTES = BY_LIMBS ? LIMBS_BYTES : 64 * FEATURES * CHUNKS;
 constexpr int PIPELINE_WORDS = (BY_LIMBS ? 72 : 128) * 64;
 constexpr int STAGED_AT = WEIGHT_BYTES + 16 * PIPELINE_WORDS;
-constexpr int STAGED_BYTES = IN_16_BITS ? 2 * ROWS * FEATURES : 0;  // of a tile
+constexpr int STAGED_BYTES = OF_16_BITS ? 2 * ROWS * FEATURES : 0;  // of a tile
 constexpr int SHARED_BYTES = STAGED_AT + 2 * WARPS * STAGED_BYTES;
 constexpr int STAGES = PIPELINE_WORDS / WARPS / TILE_WORDS;
 

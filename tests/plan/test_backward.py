@@ -194,6 +194,25 @@ def test_a_backward_fits(
 
 
 @pytest.mark.parametrize(
+    ("shape", "cluster"),
+    [
+        ((65536, 256, 512), 2),
+        ((500000, 128, 304), 2),
+        ((1000000, 32, 32), 2),
+        ((200704, 384, 768), 2),
+        ((65536, 256, 128), 8),  # one block of columns and fewer rows: few splits are merged
+        ((30000, 256, 1024), 1),  # eight blocks fill the GPU without clusters
+    ],
+)
+def test_clusters_share_the_sums_of_few_blocks_of_columns(shape: tuple[int, int, int], cluster: int) -> None:
+    B, I, O = shape
+    asked = {"training": True, "needs": ("x", "weight", "gamma")}
+    sums = backward_plan(contiguous(B, O, I, "bfloat16"), **asked).sums_launch
+    assert sums is not None
+    assert int(dict(sums.kernel.defines).get("CLUSTER", 1)) == cluster
+
+
+@pytest.mark.parametrize(
     ("shape", "auto"),
     [
         ((802816, 128, 128), True),
