@@ -96,10 +96,14 @@ def warm_up(
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works without the GIL
         waiting = [pool.submit(ready, kernel) for kernel in kernels]
-        for done, (kernel, future) in enumerate(zip(kernels, waiting, strict=True)):
-            if progress:
-                progress(done, len(kernels), " ".join([kernel.name, *(value for _, value in kernel.defines)]))
-            future.result()
+        try:
+            for done, (kernel, future) in enumerate(zip(kernels, waiting, strict=True)):
+                if progress:
+                    progress(done, len(kernels), " ".join([kernel.name, *(value for _, value in kernel.defines)]))
+                future.result()
+        except BaseException:  # also Ctrl-C, and what `progress` raises
+            pool.shutdown(cancel_futures=True)  # else the others are all compiled first
+            raise
     if progress:
         progress(len(kernels), len(kernels), "")
     return len(kernels)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
@@ -253,12 +254,40 @@ def test_no_process_waits_long_for_another(cache: Path, monkeypatch: pytest.Monk
         assert _kernels._find(FOLD, (8, 0))[0].exists()
 
 
-def test_kernels_are_compiled_where_the_cache_cannot_be_written(cache: Path) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
+    """The kernels that were compiled, by a compiler that takes 10 ms for each."""
+    kernels: list[Kernel] = []
+
+    def compile_(kernel: Kernel, *_: str) -> bytes:
+        kernels.append(kernel)
+        time.sleep(0.01)
+        return b"code"
+
+    monkeypatch.setattr(_kernels, "_compile", compile_)
+    return kernels
+
+
+def test_kernels_are_compiled_where_the_cache_cannot_be_written(cache: Path, compiled: list[Kernel]) -> None:
     cache.write_text("a file in the folder's place")
     file, code = _kernels._find(FOLD, (8, 0))
-    assert not file.exists() and code.startswith(b"\x7fELF")
+    assert not file.exists() and code == b"code"
     with pytest.raises(OSError, match=r"^cannot write to .* CUPY_CACHE_DIR"):
         gsbn.warm_up(arch="sm_80")
+    assert len(compiled) < len(list(_kernels.all_kernels("sm_80"))) / 2, "it went on after the first error"
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_warm_up_that_is_interrupted_ends(compiled: list[Kernel]) -> None:
+    """By Ctrl-C, or by what `progress` raises."""
+
+    def progress(done: int, total: int, name: str) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gsbn.warm_up(progress, arch="sm_80")
+    assert 5 <= len(compiled) < len(list(_kernels.all_kernels("sm_80"))) / 2
 
 
 def test_a_read_only_cache_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
