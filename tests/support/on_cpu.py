@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from shutil import which
+from shutil import copy, which
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,6 +30,8 @@ from tests.support.harness import BAND, DTYPES
 TURING = _plan.Device((7, 5), 4)
 ALIGNMENT = 256  # bytes, of memory that a call allocates
 HEADER = Path(__file__).with_suffix(".h")
+# Structs of one name differ between variants, so the libraries share no symbols.
+OPTIONS = ["-std=c++20", "-O1", "-w", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"]
 # what takes the place of PTX; the rest of it aborts
 PTX = {
     "cvt.rn.f32.f64": "out = float(v);",
@@ -111,11 +113,10 @@ def library_of(name: str, code: str, macros: Iterable[tuple[str, str]], folder: 
     """Compile code that includes the sources in a folder."""
     unit, library = folder / f"{name}.cpp", folder / f"{name}.so"
     unit.write_text(code)
-    # structs of one name differ between variants, so the libraries share no symbols
-    options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"]
     defines = [f"-D{a}={b}" for a, b in macros]
-    files = ["-include", str(HEADER), f"-I{folder}", str(unit), "-o", str(library)]
-    done = subprocess.run(["g++", "-shared", "-fPIC", *options, *defines, *files], capture_output=True, text=True)
+    header = folder / HEADER.name  # of `write_sources`
+    files = ["-include", str(header if header.exists() else HEADER), f"-I{folder}", str(unit), "-o", str(library)]
+    done = subprocess.run(["g++", "-shared", *OPTIONS, *defines, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(library))
 
@@ -146,13 +147,14 @@ def _dynamic(found: re.Match[str]) -> str:
 
 
 def write_sources(folder: Path) -> None:
-    """Write all kernels, translated, into a folder for `gpu`."""
+    """Write all kernels, translated, into a folder for `gpu`, and the header, compiled once for all of them."""
     for file in declared.KERNEL_DIR.rglob("*.cu*"):
         to = folder / file.relative_to(declared.KERNEL_DIR)
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(translate(file.read_text()))
     for header in ("cuda_bf16.h", "cuda_fp16.h"):
         (folder / header).write_text("")
+    subprocess.run(["g++", *OPTIONS, "-x", "c++-header", str(copy(HEADER, folder))], check=True)
 
 
 @contextlib.contextmanager
