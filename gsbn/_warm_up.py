@@ -44,6 +44,8 @@ def warm_up(
     ------
     RuntimeError
         There is no GPU and no `arch`, or no CuPy, which brings the compiler (NVRTC). The message says why.
+    OSError
+        The cache cannot be written.
     TypeError
         `progress` is not callable, `arch` is not a string, or `activations` is not a collection of activations.
     ValueError

@@ -54,7 +54,7 @@ struct Shared {
         Stage stage[STAGES];
         float2 parts[CLUSTER][PAIRS][CONSUMERS];  // parts of dx, from each CTA
     };
-    char dw[2][WARPGROUPS][STEP * 128];  // dw of two steps, before TMA stores it: one is stored while the next is made
+    char dw[2][WARPGROUPS][STEP * 128];  // dw of two steps: TMA stores one while the next is made
     unsigned long long x_full, full[STAGES], empty[STAGES];
     unsigned long long drained, summed;  // all CTAs have read their stages; all parts of dx are here
 };
@@ -92,15 +92,15 @@ struct Consumer {
         for (int i = 0; i < STEP / 16; ++i)
             wgmma<ELEMENT, true, false>(dx, of_w + NEXT * i, dg_k_major + 2 * i, i > 0 || step > 0);
         wgmma_commit();
-        char* const staged = sh.dw[step % 2][group];
+        char* const staging = sh.dw[step % 2][group];
         if (thread == 0) tma_store_wait_read<1>();  // dw of the step before the last one has left
         wgmma_wait<1>();
         group_sync();
-        store_dw(dw, staged);
+        store_dw(dw, staging);
         fence_async();
         group_sync();
         if (thread == 0) {
-            tma_store(&dw_map, staged, input, feature);
+            tma_store(&dw_map, staging, input, feature);
             tma_store_commit();
         }
         wgmma_wait<0>();
@@ -109,7 +109,7 @@ struct Consumer {
     }
 
     // Writes dw of a step to shared memory; the swizzle spreads the lanes over all banks.
-    __device__ __forceinline__ void store_dw(const float (&dw)[32], char* staged) const {
+    __device__ __forceinline__ void store_dw(const float (&dw)[32], char* staging) const {
         const int lane = thread % 32, row0 = thread / 32 * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < 32; i += 2) {
@@ -117,7 +117,7 @@ struct Consumer {
             Vector<Element, 2> two;
             from_float(dw[i], two.at[0]);
             from_float(dw[i + 1], two.at[1]);
-            char* to = staged + row * 128 + ((piece ^ row) & 7) * 16;
+            char* to = staging + row * 128 + ((piece ^ row) & 7) * 16;
             *reinterpret_cast<Vector<Element, 2>*>(to + Accumulator::first_column(lane) * 2) = two;
         }
     }

@@ -247,24 +247,24 @@ __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int 
     const int lane = threadIdx.x % LANES;
     const bool together =
         OF_16_BITS && p.flags & FLAG_VECTOR_Y && p.n <= FEATURES && p.n % WORD == 0 && y_col == 1 && y_row == p.n;
-    char* const stages = shared + STAGED_AT + threadIdx.x / LANES * 2 * STAGED_BYTES;
+    char* const stagings = shared + STAGING_AT + threadIdx.x / LANES * STAGINGS * STAGING_BYTES;
     int turn = 0;
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
         if (together && whole) {
-            T* const stage = reinterpret_cast<T*>(stages + turn * STAGED_BYTES);
+            T* const staging = reinterpret_cast<T*>(stagings + turn * STAGING_BYTES);
             turn ^= 1;
-            if (lane == 0) tma_store_wait_read<1>();  // the tile before the last one has left
+            if (lane == 0) tma_store_wait_read<STAGINGS - 1>();  // the last store from this buffer
             __syncwarp();
             for_words(p, g, lane, first, of, [&](int row, int at, const Word& out, const Word& deviation) {
-                *reinterpret_cast<Word*>(stage + row * int(p.n) + at) = out;
+                *reinterpret_cast<Word*>(staging + row * int(p.n) + at) = out;
                 if constexpr (SAVE_DEVIATIONS)
                     *reinterpret_cast<Word*>(deviations + (row0 + row) * p.ldg + at) = deviation;
             });
             fence_async();
             __syncwarp();
             if (lane == 0) {
-                tma_store(y + row0 * p.n, stage, ROWS * unsigned(p.n) * sizeof(T));
+                tma_store(y + row0 * p.n, staging, ROWS * unsigned(p.n) * sizeof(T));
                 tma_store_commit();
             }
             return;

@@ -170,19 +170,20 @@ def skinny_us(
     *,
     training: bool,
     saves: bool,
-    whole_tiles: bool = False,
+    whole_tiles: bool,
     rates: Rates = H200,
 ) -> float:
     """Return the time of a forward by the skinny kernels.
 
     They bring the weight to shared memory, and then move bytes or multiply, whichever takes longer. At a time, all SMs
     together take `at_once` rows, `features` features, and `chunks` chunks of 64 bytes of a row. Places that stay empty
-    take the same time. Rows that do not fit lines of the cache are stored more slowly; `whole_tiles` of y are not.
+    take the same time. Rows that do not fit lines of the cache are stored more slowly, but not those of y if it is
+    stored in `whole_tiles`.
     """
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
     x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * 1e-6 / rates.skinny_rate
-    of_rows = 1.0 if _fits_lines(p.y.strides[0] * size) else rates.off_line_y
-    y *= (1.0 if whole_tiles else of_rows) + saves * of_rows
+    off_line = 1.0 if _fits_lines(p.y.strides[0] * size) else rates.off_line_y
+    y *= (1.0 if whole_tiles else off_line) + saves * off_line  # deviations are stored row by row
     rows = (m + round_up(m, at_once)) / 2e6
     taken = round_up(ceil_div(k * size, 64), chunks)
     product = rows * features * (taken * rates.skinny_chunk_us[element] + rates.skinny_row_us)

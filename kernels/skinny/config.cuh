@@ -45,14 +45,15 @@ constexpr int WORD = 16 / sizeof(T);                    // elements of a word
 constexpr int CHUNK = 4 * WORD;                         // elements that the four lanes of a row read at once
 constexpr int TILE_WORDS = CHUNKS * LANE_ROWS * LANES;  // words in a stage of a warp's pipeline
 
-// Shared memory: the weight, then the pipelines of all warps, and in 16 bits two tiles of y for each warp. The limbs of the
-// weight leave less for the pipelines.
+// Shared memory: the weight, then the pipelines of all warps, and in 16 bits the tiles of y that skinny_normalize stores.
+// The limbs of the weight leave less for the pipelines.
 constexpr int LIMBS_BYTES = 128 * 1024;
 constexpr int WEIGHT_BYTES = BY_LIMBS ? LIMBS_BYTES : 64 * FEATURES * CHUNKS;
 constexpr int PIPELINE_WORDS = (BY_LIMBS ? 72 : 128) * 64;
-constexpr int STAGED_AT = WEIGHT_BYTES + 16 * PIPELINE_WORDS;
-constexpr int STAGED_BYTES = OF_16_BITS ? 2 * ROWS * FEATURES : 0;  // of a tile
-constexpr int SHARED_BYTES = STAGED_AT + 2 * WARPS * STAGED_BYTES;
+constexpr int STAGING_AT = WEIGHT_BYTES + 16 * PIPELINE_WORDS;
+constexpr int STAGINGS = 2;                                          // buffers of STAGING_BYTES for each warp
+constexpr int STAGING_BYTES = OF_16_BITS ? 2 * ROWS * FEATURES : 0;  // a tile of y
+constexpr int SHARED_BYTES = STAGING_AT + WARPS * STAGINGS * STAGING_BYTES;
 constexpr int STAGES = PIPELINE_WORDS / WARPS / TILE_WORDS;
 
 // How many parts of CHUNKS chunks a row has: one; with limbs, one or more.
