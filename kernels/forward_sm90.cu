@@ -65,6 +65,8 @@
 //   2. Each CTA merges all of these in the order of the rows, and writes y of its tile, which is still in registers.
 //   3. The mergers (warps 1 to 3, then 0) of the CTAs that have rows divide the features among them. They update the
 //      running statistics of their features, and write what a backward needs.
+// With FEW_ROWS one CTA has all rows, and computes and stores everything after the product in float64, as the backward
+// of so few rows needs (normalize_few_rows).
 // No CTA waits for another cluster. So the launch is an ordinary one, and needs neither a number nor a workspace. A CTA
 // without rows still loads its part of w for the others.
 //
@@ -149,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / CLUSTER rows x 128 bytes, swizzled
     const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N / CLUSTER_M rows; MN-major ones: SmemOperand::load
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes; not used without FLAG_VECTOR_Y
-#if SAVE_DEVIATIONS
+#if SAVE_DEVIATIONS && !FEW_ROWS
     const __grid_constant__ TensorMap deviations_map,  // the same for the deviations, whose pitch is p.ld_deviations
 #endif
 #if RESIDUAL
@@ -165,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     const int* w_exponents
 #if SAVE_DEVIATIONS
     ,
-    char* deviations  // (m, n)
+    char* deviations  // (m, n), with FEW_ROWS in float64
 #endif
 #if SAVE_VECTORS
     ,
@@ -218,7 +220,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
                         .renorm = renorm
 #endif
     };
-#if SAVE_DEVIATIONS
+#if FEW_ROWS
+    const ForBackward for_backward = {.deviations = deviations, .vectors = saved};
+#elif SAVE_DEVIATIONS
     const ForBackward for_backward = {&deviations_map, deviations, saved};
 #elif SAVE_VECTORS
     const ForBackward for_backward = {.vectors = saved};
@@ -272,7 +276,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
             mbar_expect(&sh.summed, SENT_BYTES);
         }
         if constexpr (MODE == MODE_CLUSTER_BATCH)
-            for (int half = 0; half < WARPGROUPS; ++half) mbar_init(&sh.here[half], CLUSTER_CTAS == 1 ? 64 : 1);
+            for (int half = 0; half < WARPGROUPS; ++half)
+                mbar_init(&sh.here[half], CLUSTER_CTAS == 1 || FEW_ROWS ? 64 : 1);
         sh.ready = sh.constants_ready[0] = sh.constants_ready[1] = sh.ticket = sh.merged_tiles = 0;
         for (int half = 0; half < WARPGROUPS; ++half) sh.stored[half] = 0;
         mbar_init_fence();

@@ -282,7 +282,7 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul, padd
     It does if it is asked for, if it is faster than cuBLAS or than the host's call of cuBLAS, or if cuBLAS cannot
     serve. `theirs` is the product as cuBLAS would take it, perhaps with other copies; `padded` is its padded form.
     """
-    if ITEMSIZE[p.dtype] > 2 or sm90_obstacle(p, "highest", training=False, saved=False) is not None:
+    if ITEMSIZE[p.dtype] > 2 or sm90_obstacle(p, "highest", training=False) is not None:
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")

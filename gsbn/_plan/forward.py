@@ -124,6 +124,7 @@ def plan_forward(
     separate = "the limits of batch renormalisation" if renorm is not None and not saves else None
     of_call = {"precision": precision, "gemm": gemm, "training": training, "prepared": prepared, "saved": saves}
     of_call |= {"reads_count": reads_count, "separate": separate, "ranks": where, "groups": groups}
+    of_call["renorm"] = renorm is not None
     chosen, why, us = gemm_for(p, **of_call)  # type: ignore[arg-type]
     remat = saves and training and gemm in ("auto", "sm90") and ranks is None and renorm is None and groups == 1
     remat = remat and stores_vectors_alone(p, precision, OfCall(prepared, reads_count=reads_count), us)
@@ -245,7 +246,8 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
     passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
     if saves and not call.remat:
         rows, cols, _, *rest = boxes[2]
-        maps.append((deviations, (rows, cols, ldg * size, *rest)))
+        if call.saved_dtype == p.dtype:  # else they are float64, and lanes store them
+            maps.append((deviations, (rows, cols, ldg * size, *rest)))
         passed |= {"deviations": deviations}
     if saves:
         passed |= {"saved": vectors}

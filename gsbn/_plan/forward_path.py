@@ -45,6 +45,7 @@ def gemm_for(
     separate: str | None = None,
     ranks: Literal["inside", "between"] | None = None,
     groups: int = 1,
+    renorm: bool = False,
 ) -> tuple[str, str, float]:
     """Return the path that serves a call, why, and its time in us, or 0 if no times were compared.
 
@@ -55,14 +56,14 @@ def gemm_for(
         separate = "the statistics of other ranks"
     if groups > 1:
         separate, p = "the statistics of ghost batches", p._replace(limits=p.limits._replace(skinny=False))
-    sm90 = sm90_obstacle(p, precision, training, saved)
+    call = OfCall(prepared and separate is None, saved, reads_count, ranks == "inside", renorm)
+    sm90 = sm90_obstacle(p, precision, training, call)
     obstacles = {"sm90": sm90, "cublas": cublas_obstacle(p), "tiled": None}
     if gemm != "auto":
         obstacle = obstacles[gemm]
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for", 0.0
-    call = OfCall(prepared and separate is None, saved, reads_count, ranks == "inside")  # a bare GEMM makes all limbs
     after = after_product(p._replace(m=p.m // groups), training, reads_count and groups == 1, ranks)
     chosen, why, us = _fastest(p, precision, call, training, after, separate, obstacles)
     if p.limits.skinny is not False and serves_skinny(p, precision, training, saved):
@@ -114,7 +115,7 @@ def stores_vectors_alone(p: Matmul, precision: str, of_call: OfCall, us: float) 
     saves deviations, or 0 if it is not known.
     """
     limits = p.limits
-    if not rematerializes(p) or sm90_obstacle(p, precision, True, True) is not None:
+    if not rematerializes(p) or sm90_obstacle(p, precision, True, of_call._replace(saves=True)) is not None:
         return False
     if limits.recompute is False or limits.cluster_batch:
         return False

@@ -8,13 +8,14 @@ from .copies import adjacent, copy_along, in_rows, on_words
 from .cost import copies_us, product_us
 from .declared import reciprocal
 from .limbs import limb_pitch, split_grid
-from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, deviations_dtype, round_up
-from .sm90_tiles import PLAIN, OfCall, cheapest_tile, mn_major_operands, panel_of
+from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, round_up
+from .sm90_tiles import PLAIN, OfCall, candidates, cheapest_tile, mn_major_operands, panel_of, saves_float64
 from .sm90_variants import (
     SM90_BLOCK_N,
     by_limbs,
     element_for,
     forward_sm90,
+    of_few_rows,
     renormalising,
     sharers,
     statistics_words,
@@ -112,6 +113,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
     kernel = forward_sm90(
         element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split, cluster_m
     )
+    kernel = of_few_rows(kernel) if saves_float64(p, call) else kernel
     cluster, cluster_m = sharers(mode, cluster, cluster_m)
     ctas = clusters * cluster * cluster_m * split
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
@@ -196,22 +198,22 @@ def takes_limbs(dtype: str, precision: str, device: Device) -> bool:
     return element_for(dtype, precision) == "limbs" and device.hopper
 
 
-def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str | None:
+def sm90_obstacle(p: Matmul, precision: str, training: bool, call: OfCall = PLAIN) -> str | None:
     m, n, k, dtype, device, x, w, y, _ = p
     if not device.hopper:
         return NOT_HOPPER
     if dtype == "float64":
         return "it has no float64"
-    size, limbs = ITEMSIZE[dtype], element_for(dtype, precision) == "limbs"
+    size, element = ITEMSIZE[dtype], element_for(dtype, precision)
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return TOO_LARGE
-    if saved and not training:
+    if call.saves and not training:
         # Tensor cores truncate, so g's errors have one sign, and add up in the backward's sums over g.
         return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
-    if saved and deviations_dtype(dtype, m, training=True) != dtype:
-        return f"it keeps no deviations in float64, as up to {FEW_ROWS} rows need (return_saved=True)"
-    if not limbs and k > MAX_TERMS[element_for(dtype, precision)]:
-        return f"beyond {MAX_TERMS[element_for(dtype, precision)]} input features its sums lose digits"
+    if element != "limbs" and k > MAX_TERMS[element]:
+        return f"beyond {MAX_TERMS[element]} input features its sums lose digits"
+    if saves_float64(p, call) and not candidates(p, "training", element, call):
+        return f"it keeps no deviations in float64, as up to {FEW_ROWS} rows need (return_saved=True), for such a call"
     return None
 
 

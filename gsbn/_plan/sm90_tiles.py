@@ -10,13 +10,14 @@ from .cost import copy_us, one_launch_us, recompute_us, split_us
 from .h100 import rates_on
 from .h200 import H200
 from .h200_products import PRODUCTS
-from .problem import ITEMSIZE, Matmul, ceil_div, round_up
+from .problem import ITEMSIZE, Matmul, ceil_div, deviations_dtype, round_up
 from .rates import Rates
 from .sm90_variants import (
     BLOCKS_M,
     CLUSTER_BATCH_TILES,
     CLUSTERS,
     COLUMN,
+    FEW_ROWS_TILES,
     GEMM_TILES,
     LIMBS_RS_TILES,
     RANKS_CLUSTERS,
@@ -46,6 +47,11 @@ class OfCall(NamedTuple):
 
 
 PLAIN = OfCall()
+
+
+def saves_float64(p: Matmul, call: OfCall) -> bool:
+    """Return whether a call in 16 bits saves deviations in float64, because it has few rows."""
+    return call.saves and deviations_dtype(p.dtype, p.m, training=True) != p.dtype
 
 
 class Tile(NamedTuple):
@@ -142,6 +148,10 @@ def tile_of(
         return None
     largest = largest_block(element)
     if block_m > largest or (mode == "recompute" and block_m < largest):
+        return None
+    if saves_float64(p, call) and (
+        mode != "cluster_batch" or (block_m, split) not in FEW_ROWS_TILES or cluster > 1 or call.renorm
+    ):
         return None
     if mn_major_operands(p, mode, element)[0] and block_m * split % COLUMN:
         return None

@@ -51,6 +51,8 @@ CLUSTER_BATCH_TILES = (
     (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (64, 16), (128, 2), (128, 4), (128, 8), (128, 16), (256, 1),
     (256, 2), (256, 4), (256, 8), (256, 16),
 )  # fmt: skip
+# (BLOCK_M, SPLIT_K) of mode "cluster_batch" for calls in 16 bits that save float64 deviations, of up to FEW_ROWS rows
+FEW_ROWS_TILES = ((32, 1), (16, 2), (16, 4), (16, 8))
 RANKS_CLUSTERS = (2,)  # CLUSTERS if ranks share the batch, so that only half of the variants are compiled
 # (BLOCK_M, SPLIT_K). A cluster multiplies at most 128 rows of x: with 256 its CTAs would load as much, and exchange
 # twice as many sums.
@@ -80,6 +82,8 @@ def sm90_kernels() -> Iterator[Kernel]:
             yield renormalising(kernel)
         if may_add_residual(kernel):
             yield adding_residual(kernel)
+    for element, (block_m, split) in itertools.product(("float16", "bfloat16"), FEW_ROWS_TILES):
+        yield of_few_rows(forward_sm90(element, "cluster_batch", block_m, 1, saves=True, split=split))
 
 
 def renormalising(kernel: Kernel) -> Kernel:
@@ -98,15 +102,21 @@ def adding_residual(kernel: Kernel) -> Kernel:
     return kernel._replace(defines=(*kernel.defines, ("RESIDUAL", "1")))
 
 
+def of_few_rows(kernel: Kernel) -> Kernel:
+    """Return the variant that saves float64 deviations, of one that saves and has a tile in FEW_ROWS_TILES."""
+    defines = {**dict(kernel.defines), "FEW_ROWS": "1"}
+    return kernel._replace(defines=tuple(defines.items()), shared=Constants(CONFIG, defines)["SHARED_BYTES"])
+
+
 def may_add_residual(kernel: Kernel) -> bool:
     """Return whether a variant has one that adds a residual: in 16 bits, for inference and training with a backward.
 
-    There is none with split-k, ranks, batch renormalisation or channels first.
+    There is none with split-k, ranks, batch renormalisation, channels first or float64 deviations.
     """
-    of = {"RENORM": "0", "CHANNELS_FIRST": "0"} | dict(kernel.defines)
+    of = {"RENORM": "0", "CHANNELS_FIRST": "0", "FEW_ROWS": "0"} | dict(kernel.defines)
     serves = of["MODE"] == MODES["inference"] or (of["MODE"] != MODES["gemm"] and of["SAVE_VECTORS"] == "1")
     in_16_bits = of["ELEMENT"] in (ELEMENTS["float16"], ELEMENTS["bfloat16"])
-    bare = of["SPLIT_K"] == "1" and of["RANKS"] == of["RENORM"] == of["CHANNELS_FIRST"] == "0"
+    bare = of["SPLIT_K"] == "1" and of["RANKS"] == of["RENORM"] == of["CHANNELS_FIRST"] == of["FEW_ROWS"] == "0"
     return serves and in_16_bits and bare
 
 

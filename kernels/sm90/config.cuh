@@ -31,6 +31,9 @@
 #ifndef RESIDUAL
 #define RESIDUAL 0  // 1, in 16 bits: y = f(u + residual)
 #endif
+#ifndef FEW_ROWS
+#define FEW_ROWS 0  // 1, in 16 bits in MODE_CLUSTER_BATCH: up to BLOCK_M rows, whose deviations are saved in float64
+#endif
 
 struct ForwardSm90Problem {
     long long m, n, k;        // rows of x, features, terms of a product's sum
@@ -86,9 +89,12 @@ static_assert(!W_MN_MAJOR || (MODE == MODE_GEMM && (OF_16_BITS || ELEMENT == ELE
               "W_MN_MAJOR is for products of 16 bits or by LIMBS_RS");
 static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS), "with SPLIT_K a CTA has one tile");
 
-// The type in which running statistics are updated. With limbs and with ranks, results are so exact that roundings to
-// float32 would be visible.
-#if ELEMENT == ELEMENT_LIMBS || ELEMENT == ELEMENT_LIMBS_RS || RANKS
+static_assert(!FEW_ROWS || (MODE == MODE_CLUSTER_BATCH && OF_16_BITS && SAVE_DEVIATIONS && !RESIDUAL && !RENORM),
+              "with FEW_ROWS one CTA has all rows");
+
+// The type in which running statistics are updated. With limbs, with ranks and with FEW_ROWS, results are so exact that
+// roundings to float32 would be visible.
+#if ELEMENT == ELEMENT_LIMBS || ELEMENT == ELEMENT_LIMBS_RS || RANKS || FEW_ROWS
 using StatisticsType = double;
 #else
 using StatisticsType = float;
@@ -159,9 +165,10 @@ constexpr int DEFERRED_PIECES = BLOCK_M / DEFERRED_ROWS;  // of a tile
 
 // Shared memory of a CTA, at least the size of struct Shared (cta.cuh). A feature has its arguments (12 bytes) or the
 // constants of two runs (8 bytes each, or 10 with limbs); in MODE_RECOMPUTE beta and the coefficients of y (4 + 16); in
-// MODE_CLUSTER_BATCH also mean and M2 from each CTA, and with RENORM 8 more bytes (Running). 256 bytes are for barriers
-// and counters, 64 for the limits of RENORM.
+// MODE_CLUSTER_BATCH also mean and M2 from each CTA (with FEW_ROWS from one, in float64), and with RENORM 8 more bytes
+// (Running). 256 bytes are for barriers and counters, 64 for the limits of RENORM.
 constexpr int FEATURE_BYTES = MODE == MODE_RECOMPUTE               ? 20
+                              : FEW_ROWS                           ? 32
                               : MODE == MODE_CLUSTER_BATCH         ? 16 + 8 * CLUSTER_CTAS + 4 * RENORM
                               : MODE == MODE_INFERENCE && BY_LIMBS ? 20
                                                                    : 16;

@@ -269,6 +269,53 @@ struct Consumer : EpilogueStore {
         }
     }
 
+#if FEW_ROWS
+    // FEW_ROWS: turns g of all rows into y, and stores the deviations, in float64: of two rows, dx is what almost
+    // cancels. The backward computes u from the same numbers.
+    __device__ __forceinline__ void normalize_few_rows(float (&d)[ACC], int block, int lane) const {
+        const int rows = int(m), first = Accumulator::first_column(lane);
+        constexpr int OF_LANE = 4;  // rows of a lane, of at most 16
+        const auto over_lanes = [](double sum) {
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            return sum + __shfl_xor_sync(~0u, sum, 2);
+        };
+        mbar_wait(&sh.agreed, 0);
+        mbar_wait(&sh.arguments_ready, 0);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int mine = within + 8 * h, feature = block * BLOCK_N + mine;
+            // deviations from the first row, then from the mean: those of equal rows are exactly 0
+            const double pivot = __shfl_sync(~0u, d[Accumulator::at(0, h, 0)], lane & ~3);
+            double of_row[OF_LANE], sum = 0.0, squares = 0.0;
+            bool there[OF_LANE];
+#pragma unroll
+            for (int i = 0; i < OF_LANE; ++i) {
+                there[i] = i / 2 * 8 + first + i % 2 < rows;
+                of_row[i] = there[i] ? d[Accumulator::at(i / 2, h, i % 2)] - pivot : 0.0;
+                sum += of_row[i];
+            }
+            const double shift = over_lanes(sum) * sh.of_a_row;
+#pragma unroll
+            for (int i = 0; i < OF_LANE; ++i) {
+                of_row[i] = there[i] ? of_row[i] - shift : 0.0;
+                squares = fma(of_row[i], of_row[i], squares);
+            }
+            const double var = over_lanes(squares) * sh.of_a_row;
+            if (lane % 4 == h) {  // for the mergers
+                sh.of_all_rows[mine] = make_double2(pivot + shift, var);
+                mbar_arrive(&sh.here[half]);
+            }
+            const Arguments u = sh.arguments[mine];
+            const float slope = u.slope(float(var), f.eps);
+            double* const to = reinterpret_cast<double*>(for_backward.deviations) + first * p.ld_deviations + feature;
+#pragma unroll
+            for (int i = 0; i < OF_LANE; ++i) {
+                if (there[i] && feature < n) to[(i / 2 * 8 + i % 2) * p.ld_deviations] = of_row[i];
+                d[Accumulator::at(i / 2, h, i % 2)] = OfU::of(float(fma(double(slope), of_row[i], double(u.beta))));
+            }
+        }
+    }
+#else
     // MODE_CLUSTER_BATCH: turns g of the CTA's only tile into y. The other CTAs of the cluster have the other rows.
     __device__ __forceinline__ void normalize_in_cluster(float (&d)[ACC], int row, int block, int lane) const {
         float mean[2], m2[2];
@@ -305,6 +352,7 @@ struct Consumer : EpilogueStore {
         const Merged all = merged_of(mean_of_all, var, u.slope(var, f.eps), u.beta);
         epilogue_in_registers(d, row, block, h, epilogue_of(1.0f, own - all.centre, all.a, all.unit, all.offset));
     }
+#endif
 
     // The epilogue of the CTA's last tile, once all tiles are merged. `own` is the tile's mean of feature h.
     __device__ __forceinline__ void epilogue_of_last_tile(float (&d)[ACC], int row, int block, int h, float own,
@@ -372,7 +420,11 @@ struct Consumer : EpilogueStore {
                     unscale(sum, d, x_exponents, int(m), row * BLOCK_M + Accumulator::first_column(lane), of_w);
                 if constexpr (MODE == MODE_INFERENCE) apply_constants(d, block);
                 if constexpr (MODE == MODE_TRAINING) normalize(d, row, block, lane);
+#if FEW_ROWS
+                if (row == 0) normalize_few_rows(d, block, lane);  // other CTAs of the cluster have no rows
+#else
                 if constexpr (MODE == MODE_CLUSTER_BATCH) normalize_in_cluster(d, row, block, lane);
+#endif
             }
             store_y(d, row, block, RESIDUAL && stores_y(nth));
             if (MODE == MODE_INFERENCE && storer) count_up(&sh.stored[half]);  // also says that the constants were read

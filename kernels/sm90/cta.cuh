@@ -27,9 +27,14 @@ struct Shared {                       // starts on 1024 bytes, because swizzled 
     int stored[WARPGROUPS];    // tiles that each consumer warpgroup has stored
     int ticket, merged_tiles;  // deferred epilogue: pieces handed out; tiles known to be merged
     Centred centred[MODE == MODE_RECOMPUTE ? BLOCK_N : 1];  // the epilogue's coefficients
+#if FEW_ROWS
+    double2 of_all_rows[BLOCK_N];  // mean and variance
+    double of_a_row;               // 1 / m
+#else
     float2 gathered[MODE == MODE_CLUSTER_BATCH ? CLUSTER_CTAS : 1]
                    [MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 from each CTA of the cluster
-    u64 here[WARPGROUPS];  // barriers: all of `gathered` that a warpgroup needs has arrived
+#endif
+    u64 here[WARPGROUPS];  // barriers: all of these statistics that a warpgroup needs have arrived
     u64 drained, summed;   // barriers of SPLIT_K: all CTAs have read their stages; all partial sums are here
 #if RENORM
     RenormLimits<float> limits;

@@ -48,6 +48,9 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 #endif
         sh.momentum =
             p.flags & FLAG_CUMULATIVE ? StatisticsType(1) / StatisticsType(count) : StatisticsType(p.momentum);
+#if FEW_ROWS
+        sh.of_a_row = 1.0 / double(m);
+#endif
         mbar_arrive(&sh.agreed);
         if (batches && blockIdx.x == 0) *batches = count;  // all CTAs that need it have read it
     }
@@ -90,8 +93,12 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 of_b = f.bias.fetch(feature), of_rm = f.running_mean.fetch(feature),
                 of_rv = f.running_var.fetch(feature);
             // wait for this CTA; then, beside a mainloop, for one word of all parts; then for all words
-            float mean, m2;
             u64 launch = 0;
+#if FEW_ROWS
+            for (int half = 0; half < WARPGROUPS; ++half) mbar_wait_sent(&sh.here[half], 0);
+            const auto [mean, var] = sh.of_all_rows[min(c, BLOCK_N - 1)];
+#else
+            float mean, m2;
             if constexpr (MODE == MODE_CLUSTER_BATCH) {
                 for (int half = 0; half < WARPGROUPS; ++half) mbar_wait_sent(&sh.here[half], 0);
                 merge_feature(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
@@ -102,12 +109,15 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 const Published published = {words + min(c, BLOCK_N - 1), launch};
                 merge_feature(published, parts, member, lanes, mean, m2);
             }
+#endif
 #if RANKS
             if (mine) exchange.post_feature(feature, {mean, BY_LIMBS ? m2 * M2_OF_LIMBS : m2});
             continue;
 #endif
             const Arguments u = {of_s.or_else(f.number), of_gamma.or_else(1.0f), of_beta.or_else(0.0f)};
+#if !FEW_ROWS
             const float var = m2 / float(m);
+#endif
             const bool publishes = MODE != MODE_CLUSTER_BATCH && speaks;
 #if RENORM
             const Running of_running = {u, of_b.or_else(0.0f), of_rm.or_else(0.0f), of_rv.or_else(1.0f), f.eps};
@@ -115,7 +125,11 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 #else
             const Arguments& to_y = u;
 #endif
+#if FEW_ROWS
+            const Merged all = {float(mean), u.slope(float(var), f.eps), 1.0f, u.beta};
+#else
             const Merged all = merged_of(mean, var, to_y.slope(var, f.eps), to_y.beta);
+#endif
             if (publishes) publish_merged(merged, features, size_t(block) * BLOCK_N + c, all, launch);
             if (running) {
                 const StatisticsType weight = sh.momentum, s = u.scale;
@@ -127,8 +141,9 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 store_vector(f.running_var.at, f.running_var.code, feature, rv);
             }
             if (SAVE_VECTORS && mine)
-                store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, mean - all.centre,
-                            REMAT ? 1.0f : all.unit, all.a, all.offset, to_y.ratio(), to_y.shift());
+                store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps,
+                            FEW_ROWS ? 0.0 : mean - all.centre, REMAT ? 1.0f : all.unit, all.a, all.offset,
+                            to_y.ratio(), to_y.shift());
             if (REMAT && mine) for_backward.vectors[SAVED_G_MEAN * n + feature] = mean;
         }
     }

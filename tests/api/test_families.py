@@ -44,7 +44,7 @@ PATHS = {
     "tiled": Path(((300, 130, 70), (8, 64, 64)), ALL, "tiled"),
     "cublas": Path(((300, 130, 70), (8, 64, 64)), ALL, "cublas"),
     "sm90": Path(((1000, 264, 136),), FAST, "sm90", hopper=True),
-    "sm90, few rows": Path(((8, 64, 64),), ("float32", "tf32"), "sm90", hopper=True),  # in 16 bits it cannot save
+    "sm90, few rows": Path(((8, 64, 64), (16, 1032, 200)), FAST, "sm90", hopper=True),
     "sm90, k shared": Path(
         ((129, 4104, 264),), FAST, "sm90", Limits(sm90=(32, 1, 2), split=True, cluster_batch=False), hopper=True
     ),

@@ -8,13 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gsbn import _plan
+from gsbn import _plan, reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.sm90_variants import CLUSTER_BATCH_TILES, LIMBS_RS_TILES, SPLIT_K_TILES, largest_block
+from gsbn._plan.sm90_variants import (
+    CLUSTER_BATCH_TILES,
+    FEW_ROWS_TILES,
+    LIMBS_RS_TILES,
+    SPLIT_K_TILES,
+    largest_block,
+)
 from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
-from tests.support.harness import assert_same_bits, kind_of
+from tests.support.gradients import backward, draw_dy, gradient_bounds, truth_of
+from tests.support.harness import assert_same_bits, kind_of, poisoned_allocations, without_out
 from tests.support.strategies import Case
+from tests.support.tolerance import assert_within
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
@@ -56,6 +64,34 @@ def test_all_rows_in_a_cluster_with_split_k(dtype: str, precision: str, tile: tu
     limits = Limits(sm90=(block_m, 1, split), split=True, cluster_batch=True, limbs_rs=of_x)
     for rows in {2, block_m + 1, block_m * split - 5}:
         assert_right_and_repeated(Case((rows, 4392, 200), dtype, True).arrays(), dtype, precision, limits)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("tile", FEW_ROWS_TILES, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_few_rows_save_float64_deviations(dtype: str, tile: tuple[int, int], activation: str | None) -> None:
+    """The deviations add up to 0, y follows from them, and the gradients are within their bounds."""
+    block_m, split = tile
+    limits = Limits(sm90=(block_m, 1, split)[: 2 + (split > 1)], split=split > 1)
+    for rows in (2, 3, 9, 16):
+        arrays = without_out(Case((rows, 4392, 200), dtype, True).arrays())
+        options = {"training": True, "gemm": "sm90", "activation": activation, "return_saved": True}
+        with poisoned_allocations(kind_of("cupy")):
+            y, saved = forward_within(limits, **{name: cupy.asarray(a) for name, a in arrays.items()}, **options)
+        d, slope, offset = saved.deviations, saved.vectors[7], saved.vectors[8]
+        assert d.dtype == np.float64 and (abs(d.sum(0)) <= rows * 2.0**-50 * abs(d).max(0)).all()
+        assert (d[:, 3::8] == 0).all()  # constant features
+        u = (slope * d + offset).astype("f4")
+        want = reference.round_to((cupy.maximum(u, 0) if activation else u).get(), y.dtype)
+        np.testing.assert_array_equal(y.get(), want)
+
+        dy = draw_dy(arrays)
+        got = backward(kind_of("cupy"), arrays, dy, training=True, gemm="sm90", forward_limits=limits)
+        truth = truth_of(arrays, dy, training=True)
+        allowed = gradient_bounds(arrays, dy, truth, training=True)
+        for name, gradient in got.items():
+            if gradient is not None:
+                assert_within(gradient, getattr(truth, name), allowed[name], name)
 
 
 @pytest.mark.parametrize("activation", [None, "relu"])
