@@ -39,6 +39,7 @@ from gsbn._plan.sm90_variants import (
     CLUSTER_BATCH_TILES,
     CLUSTERS,
     ELEMENTS,
+    FEW_ROWS_TILES,
     GEMM_TILES,
     LIMBS_RS_TILES,
     MODES,
@@ -157,6 +158,14 @@ def backward(dtype, tile, gemm, precision="highest", activation=None, group=None
             got = backward_within(within, cp.asarray(dy), saved)
             for name in ("x", "weight", "gamma", "beta"):
                 agree(getattr(got, name), getattr(want, name))
+
+
+def few_rows(dtype, tile, activation):
+    block_m, split = tile
+    within = limits(sms=32, sm90=(block_m, 1, split)[: 2 + (split > 1)], split=split > 1)
+    for features in (168, 165):  # rows of y on 16 bytes, and not
+        shape = 11, split * 8 * 64 + 8, features
+        forward(within, shape, dtype, "sm90", True, saves=True, activation=activation)
 
 
 def limbs_of_dg(block_m, cluster, split):
@@ -388,6 +397,9 @@ def variants():
         name = f"sm90 {element} inference " + "x".join(map(str, tile))
         choice = (element, "inference", *tile[:2], False, activation, False, *tile[2:])
         yield name + (f" {activation}" if activation else ""), sm90, choice
+    for element, tile, activation in product(("float16", "bfloat16"), FEW_ROWS_TILES, of_y):
+        name = "sm90 {} few_rows {}x{}".format(element, *tile)
+        yield name + (f" {activation}" if activation else ""), few_rows, (element, tile, activation)
     for tile in LIMBS_RS_TILES:
         yield "sm90 limbs_rs gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
     for x_mn_major, dtype in product(GEMM_TILES, ("float16", "bfloat16")):
