@@ -50,7 +50,7 @@ def gemm_for(
     """Return the path that serves a call, why, and its time in us, or 0 if no times were compared.
 
     Raises ValueError if `gemm` names a path that cannot serve. `separate`: why the product is a launch of its own.
-    `groups`: how many ghost batches there are.
+    `groups`: how many ghost batches there are. `renorm`: the call renormalises the batch.
     """
     if ranks == "between":
         separate = "the statistics of other ranks"

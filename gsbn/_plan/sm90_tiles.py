@@ -40,7 +40,7 @@ class OfCall(NamedTuple):
     """What the launch of forward_sm90 depends on in addition to its product."""
 
     prepared: bool = False  # the weight's limbs exist
-    saves: bool = False  # it also writes the deviations
+    saves: bool = False  # it also writes the deviations, in y's dtype or in float64 (`saves_float64`)
     reads_count: bool = False  # it reads the number of batches so far
     ranks: bool = False  # ranks share the batch, and their statistics arrive during the launch
     renorm: bool = False  # batch renormalisation

@@ -69,10 +69,10 @@ using u64 = unsigned long long;
 constexpr bool BY_LIMBS = ELEMENT == ELEMENT_LIMBS || ELEMENT == ELEMENT_LIMBS_RS;
 constexpr bool OF_16_BITS = ELEMENT == ELEMENT_BFLOAT16 || ELEMENT == ELEMENT_FLOAT16;  // x and w; else float32
 constexpr bool TRAINS = MODE == MODE_TRAINING || MODE == MODE_RECOMPUTE || MODE == MODE_CLUSTER_BATCH;
-constexpr bool FLOAT32 = !OF_16_BITS || FLOAT32_OUTPUT;         // y is float32; else y has x's type
-constexpr bool IN_UNITS = ELEMENT == ELEMENT_FLOAT16;           // deviations are stored in units (deviation_unit)
-constexpr bool DEFERS = MODE == MODE_TRAINING && SPLIT_K == 1;  // tiles wait in y for their statistics
-constexpr bool REMAT = SAVE_VECTORS && !SAVE_DEVIATIONS;        // the backward computes g again (skinny_backward)
+constexpr bool FLOAT32 = !OF_16_BITS || FLOAT32_OUTPUT;             // y is float32; else y has x's type
+constexpr bool IN_UNITS = ELEMENT == ELEMENT_FLOAT16 && !FEW_ROWS;  // deviations are stored in units (deviation_unit)
+constexpr bool DEFERS = MODE == MODE_TRAINING && SPLIT_K == 1;      // tiles wait in y for their statistics
+constexpr bool REMAT = SAVE_VECTORS && !SAVE_DEVIATIONS;            // the backward computes g again (skinny_backward)
 static_assert(!REMAT || (MODE == MODE_RECOMPUTE && OF_16_BITS && !CHANNELS_FIRST), "as skinny_backward needs");
 static_assert(!RENORM || SAVE_DEVIATIONS, "RENORM is for training with a backward");
 static_assert(!(X_MN_MAJOR || FLOAT32_OUTPUT) || ((MODE == MODE_GEMM || CHANNELS_FIRST) && OF_16_BITS),

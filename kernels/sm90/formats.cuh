@@ -60,9 +60,9 @@ __device__ __forceinline__ float deviation_unit(float m2, int rows) {
     return power_of_two(exponent >> 1);
 }
 
-// The centre of deviations of y's format, for statistics over `rows` rows (deviation_centre).
+// The centre of deviations, for statistics over `rows` rows: the mean, except in 16 bits (deviation_centre).
 __device__ __forceinline__ float centre_of(float mean, float m2, float rows) {
-    return FLOAT32 ? mean : deviation_centre(mean, m2 / rows);
+    return FLOAT32 || FEW_ROWS ? mean : deviation_centre(mean, m2 / rows);
 }
 
 // y's 16-bit type, or float

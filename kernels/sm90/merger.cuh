@@ -125,11 +125,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 #else
             const Arguments& to_y = u;
 #endif
-#if FEW_ROWS
-            const Merged all = {float(mean), u.slope(float(var), f.eps), 1.0f, u.beta};
-#else
             const Merged all = merged_of(mean, var, to_y.slope(var, f.eps), to_y.beta);
-#endif
             if (publishes) publish_merged(merged, features, size_t(block) * BLOCK_N + c, all, launch);
             if (running) {
                 const StatisticsType weight = sh.momentum, s = u.scale;

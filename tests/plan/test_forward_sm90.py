@@ -302,12 +302,18 @@ def test_few_features_take_clusters_of_one() -> None:
     assert (few.block_m, few.cluster) == (many.block_m, many.cluster - 1) == (256, 1)
 
 
+RENORM = {"renorm": 0, "warmup": 0, "r_max": 3.0, "d_max": 5.0}
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "options", "want"),
     [
         ((128, 1024, 512), "bfloat16", {}, True),
         ((2, 64, 64), "float16", {"saved": True}, True),
+        ((16, 4096, 11008), "bfloat16", {"saved": True}, True),
         ((2, 64, 64), "float16", {"saved": True, "cumulative": True}, False),
+        ((2, 64, 64), "float16", {"saved": True, "ranks": "inside"}, False),
+        ((2, 64, 64), "float16", {"saved": True, "renorm": RENORM}, False),  # no such variant
         ((512, 2048, 2048), "float16", {"saved": True}, True),
         ((256, 2048, 8192), "float32", {"precision": "high"}, True),
         ((64, 512, 4096), "float32", {"prepared": True}, True),
