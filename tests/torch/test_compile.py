@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
@@ -146,36 +145,6 @@ def test_a_training_step_in_a_cuda_graph() -> None:
     for _ in range(7):
         train(eager, optimizers[0])
     assert_same(list(model.state_dict().values()), list(eager.state_dict().values()), 1e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [16, 1000])
-def test_make_graphed_callables(rows: int, dtype: str) -> None:
-    """PyTorch captures forward and backward as a graph each: new inputs, the same bits, gradients that add up."""
-    plain = nn.Sequential(
-        nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 40), nn.BatchNorm1d(40), nn.Linear(40, 8)
-    )
-    eager = plain.cuda()
-    gsbn.torch.convert(eager)
-    model = copy.deepcopy(eager)
-    x = batch("cuda", torch.float32, (rows, 64))
-
-    def autocast() -> Any:
-        return torch.autocast("cuda", torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False)
-
-    gc.collect()  # a graph that is destroyed while another is captured would end the capture
-    with autocast():
-        graphed = torch.cuda.make_graphed_callables(model, (torch.empty_like(x).normal_(),))
-    model.load_state_dict(eager.state_dict())
-    for i in range(3):
-        for call in (eager, graphed):
-            with autocast():
-                y = call(x.roll(i, 1))
-            y.float().square().sum().backward()
-    of_eager, of_graphs = ([p.grad for p in m.parameters()] for m in (eager, model))
-    for got, want in zip((*of_graphs, *model.buffers()), (*of_eager, *eager.buffers()), strict=True):
-        assert got.equal(want)
 
 
 @pytest.mark.parametrize("strict", [False, True])
