@@ -56,6 +56,7 @@ def gemm_for(
         separate = "the statistics of other ranks"
     if groups > 1:
         separate, p = "the statistics of ghost batches", p._replace(limits=p.limits._replace(skinny=False))
+    # a bare GEMM makes all limbs
     call = OfCall(prepared and separate is None, saved, reads_count, ranks == "inside", renorm)
     sm90 = sm90_obstacle(p, precision, training, call)
     obstacles = {"sm90": sm90, "cublas": cublas_obstacle(p), "tiled": None}

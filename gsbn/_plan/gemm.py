@@ -15,8 +15,8 @@ from .sm90_variants import (
     by_limbs,
     element_for,
     forward_sm90,
-    of_few_rows,
     renormalising,
+    saving_float64,
     sharers,
     statistics_words,
 )
@@ -113,7 +113,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
     kernel = forward_sm90(
         element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split, cluster_m
     )
-    kernel = of_few_rows(kernel) if saves_float64(p, call) else kernel
+    kernel = saving_float64(kernel) if saves_float64(p, call) else kernel
     cluster, cluster_m = sharers(mode, cluster, cluster_m)
     ctas = clusters * cluster * cluster_m * split
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)

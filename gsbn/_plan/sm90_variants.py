@@ -83,7 +83,7 @@ def sm90_kernels() -> Iterator[Kernel]:
         if may_add_residual(kernel):
             yield adding_residual(kernel)
     for element, (block_m, split) in itertools.product(("float16", "bfloat16"), FEW_ROWS_TILES):
-        yield of_few_rows(forward_sm90(element, "cluster_batch", block_m, 1, saves=True, split=split))
+        yield saving_float64(forward_sm90(element, "cluster_batch", block_m, 1, saves=True, split=split))
 
 
 def renormalising(kernel: Kernel) -> Kernel:
@@ -102,7 +102,7 @@ def adding_residual(kernel: Kernel) -> Kernel:
     return kernel._replace(defines=(*kernel.defines, ("RESIDUAL", "1")))
 
 
-def of_few_rows(kernel: Kernel) -> Kernel:
+def saving_float64(kernel: Kernel) -> Kernel:
     """Return the variant that saves float64 deviations, of one that saves and has a tile in FEW_ROWS_TILES."""
     defines = {**dict(kernel.defines), "FEW_ROWS": "1"}
     return kernel._replace(defines=tuple(defines.items()), shared=Constants(CONFIG, defines)["SHARED_BYTES"])

@@ -32,7 +32,7 @@
 #define RESIDUAL 0  // 1, in 16 bits: y = f(u + residual)
 #endif
 #ifndef FEW_ROWS
-#define FEW_ROWS 0  // 1, in 16 bits in MODE_CLUSTER_BATCH: up to BLOCK_M rows, whose deviations are saved in float64
+#define FEW_ROWS 0  // 1, in 16 bits in MODE_CLUSTER_BATCH: up to 16 rows, whose deviations are saved in float64
 #endif
 
 struct ForwardSm90Problem {
@@ -88,8 +88,8 @@ static_assert(!RESIDUAL || (OF_16_BITS && MODE != MODE_GEMM && SPLIT_K == 1 && !
 static_assert(!W_MN_MAJOR || (MODE == MODE_GEMM && (OF_16_BITS || ELEMENT == ELEMENT_LIMBS_RS)),
               "W_MN_MAJOR is for products of 16 bits or by LIMBS_RS");
 static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS), "with SPLIT_K a CTA has one tile");
-
-static_assert(!FEW_ROWS || (MODE == MODE_CLUSTER_BATCH && OF_16_BITS && SAVE_DEVIATIONS && !RESIDUAL && !RENORM),
+static_assert(!FEW_ROWS || (MODE == MODE_CLUSTER_BATCH && CLUSTER_M == 1 && OF_16_BITS && SAVE_DEVIATIONS &&
+                            !RESIDUAL && !RENORM),
               "with FEW_ROWS one CTA has all rows");
 
 // The type in which running statistics are updated. With limbs, with ranks and with FEW_ROWS, results are so exact that
