@@ -124,7 +124,7 @@ def plan_forward(
     separate = "the limits of batch renormalisation" if renorm is not None and not saves else None
     of_call = {"precision": precision, "gemm": gemm, "training": training, "prepared": prepared, "saved": saves}
     of_call |= {"reads_count": reads_count, "separate": separate, "ranks": where, "groups": groups}
-    of_call["renorm"] = renorm is not None
+    of_call |= {"renorm": renorm is not None}
     chosen, why, us = gemm_for(p, **of_call)  # type: ignore[arg-type]
     remat = saves and training and gemm in ("auto", "sm90") and ranks is None and renorm is None and groups == 1
     remat = remat and stores_vectors_alone(p, precision, OfCall(prepared, reads_count=reads_count), us)

@@ -199,6 +199,7 @@ def takes_limbs(dtype: str, precision: str, device: Device) -> bool:
 
 
 def sm90_obstacle(p: Matmul, precision: str, training: bool, call: OfCall = PLAIN) -> str | None:
+    """Return why forward_sm90 cannot serve a call, or None if it can."""
     m, n, k, dtype, device, x, w, y, _ = p
     if not device.hopper:
         return NOT_HOPPER
@@ -213,7 +214,7 @@ def sm90_obstacle(p: Matmul, precision: str, training: bool, call: OfCall = PLAI
     if element != "limbs" and k > MAX_TERMS[element]:
         return f"beyond {MAX_TERMS[element]} input features its sums lose digits"
     if saves_float64(p, call) and not candidates(p, "training", element, call):
-        return f"it keeps no deviations in float64, as up to {FEW_ROWS} rows need (return_saved=True), for such a call"
+        return f"for such a call it keeps no float64 deviations, which up to {FEW_ROWS} rows need (return_saved=True)"
     return None
 
 

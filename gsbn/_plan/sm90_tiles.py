@@ -104,9 +104,14 @@ def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list
 
     If the weight's limbs are not prepared, "limbs_rs" makes them in registers. Training has two more modes:
     "recompute", and "cluster_batch", where a cluster has all rows. Clusters of "cluster_batch" do not wait for each
-    other, so this mode cannot serve if all clusters read the count of batches, which one of them raises.
+    other, so this mode cannot serve if all clusters read the count of batches, which one of them raises. Only this mode
+    saves deviations in float64.
     """
-    prepared, _, reads_count, ranks, _ = call
+    prepared, _, reads_count, ranks, renorm = call
+    if mode == "training" and saves_float64(p, call):
+        sizes = () if ranks or reads_count or renorm else FEW_ROWS_TILES
+        of_few = (tile_of(p, "cluster_batch", element, block_m, 1, split, call=call) for block_m, split in sizes)
+        return [tile for tile in of_few if tile is not None]
     clusters = RANKS_CLUSTERS if ranks else CLUSTERS
     tiles: list[tuple[int, ...]] = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, clusters)]
     tiles += SHARING_TILES if mode == "inference" and ITEMSIZE[p.dtype] == 2 else ()
@@ -148,10 +153,6 @@ def tile_of(
         return None
     largest = largest_block(element)
     if block_m > largest or (mode == "recompute" and block_m < largest):
-        return None
-    if saves_float64(p, call) and (
-        mode != "cluster_batch" or (block_m, split) not in FEW_ROWS_TILES or cluster > 1 or call.renorm
-    ):
         return None
     if mn_major_operands(p, mode, element)[0] and block_m * split % COLUMN:
         return None

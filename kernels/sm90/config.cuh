@@ -165,8 +165,8 @@ constexpr int DEFERRED_PIECES = BLOCK_M / DEFERRED_ROWS;  // of a tile
 
 // Shared memory of a CTA, at least the size of struct Shared (cta.cuh). A feature has its arguments (12 bytes) or the
 // constants of two runs (8 bytes each, or 10 with limbs); in MODE_RECOMPUTE beta and the coefficients of y (4 + 16); in
-// MODE_CLUSTER_BATCH also mean and M2 from each CTA (with FEW_ROWS from one, in float64), and with RENORM 8 more bytes
-// (Running). 256 bytes are for barriers and counters, 64 for the limits of RENORM.
+// MODE_CLUSTER_BATCH also mean and M2 from each CTA, with RENORM 8 more bytes (Running), and with FEW_ROWS mean and
+// variance in float64 instead. 256 bytes are for barriers and counters, 64 for the limits of RENORM.
 constexpr int FEATURE_BYTES = MODE == MODE_RECOMPUTE               ? 20
                               : FEW_ROWS                           ? 32
                               : MODE == MODE_CLUSTER_BATCH         ? 16 + 8 * CLUSTER_CTAS + 4 * RENORM

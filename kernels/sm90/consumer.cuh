@@ -270,8 +270,8 @@ struct Consumer : EpilogueStore {
     }
 
 #if FEW_ROWS
-    // FEW_ROWS: turns g of all rows into y, and stores the deviations, in float64: of two rows, dx is what almost
-    // cancels. The backward computes u from the same numbers.
+    // FEW_ROWS: turns g of all rows into y, and stores the deviations. Both are computed in float64, because in a
+    // backward of two or three rows the terms of dx cancel almost wholly. It computes u from the same numbers.
     __device__ __forceinline__ void normalize_few_rows(float (&d)[ACC], int block, int lane) const {
         const int rows = int(m), first = Accumulator::first_column(lane);
         constexpr int OF_LANE = 4;  // rows of a lane, of at most 16
@@ -294,13 +294,13 @@ struct Consumer : EpilogueStore {
                 of_row[i] = there[i] ? d[Accumulator::at(i / 2, h, i % 2)] - pivot : 0.0;
                 sum += of_row[i];
             }
-            const double shift = over_lanes(sum) * sh.of_a_row;
+            const double shift = over_lanes(sum) * sh.inverse_m;
 #pragma unroll
             for (int i = 0; i < OF_LANE; ++i) {
                 of_row[i] = there[i] ? of_row[i] - shift : 0.0;
                 squares = fma(of_row[i], of_row[i], squares);
             }
-            const double var = over_lanes(squares) * sh.of_a_row;
+            const double var = over_lanes(squares) * sh.inverse_m;
             if (lane % 4 == h) {  // for the mergers
                 sh.of_all_rows[mine] = make_double2(pivot + shift, var);
                 mbar_arrive(&sh.here[half]);

@@ -29,7 +29,7 @@ struct Shared {                       // starts on 1024 bytes, because swizzled 
     Centred centred[MODE == MODE_RECOMPUTE ? BLOCK_N : 1];  // the epilogue's coefficients
 #if FEW_ROWS
     double2 of_all_rows[BLOCK_N];  // mean and variance
-    double of_a_row;               // 1 / m
+    double inverse_m;              // 1 / m
 #else
     float2 gathered[MODE == MODE_CLUSTER_BATCH ? CLUSTER_CTAS : 1]
                    [MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 from each CTA of the cluster

@@ -49,7 +49,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
         sh.momentum =
             p.flags & FLAG_CUMULATIVE ? StatisticsType(1) / StatisticsType(count) : StatisticsType(p.momentum);
 #if FEW_ROWS
-        sh.of_a_row = 1.0 / double(m);
+        sh.inverse_m = 1.0 / double(m);
 #endif
         mbar_arrive(&sh.agreed);
         if (batches && blockIdx.x == 0) *batches = count;  // all CTAs that need it have read it
