@@ -1,5 +1,5 @@
 # make demo    run the main job: both KernelBench problems, full size on a GPU, reduced on a CPU
-# make test    run the tests, 7 minutes on two cores; GPU tests skip, and say why, where there is no GPU
+# make test    run the tests, 9 minutes on two cores; GPU tests skip, and say why, where there is no GPU
 # make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
 # make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
 # make ranks   of these the table of two GPUs that share a batch; part of bench where there are two
@@ -61,7 +61,7 @@ ifneq ($(strip $(VENV)),)
 	@echo "make test: installs PyTorch, MPICH, scikit-learn, matplotlib, pytest and more into $(VENV) once, 1.4 GB$(if \
 		$(EXTRA), and CUDA$(comma) as PyTorch and CuPy bring it)."
 endif
-	@echo "make test: the tests take about 7 minutes on two cores without a GPU. ARGS=tests/api runs some of them."
+	@echo "make test: the tests take about 9 minutes on two cores without a GPU. ARGS=tests/api runs some of them."
 
 kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
