@@ -62,37 +62,64 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
     The list has the order of `Gradients`, with None for the other gradients. In the first half of a backward, the
     gradient of g takes the place of the gradient of x. Raises RuntimeError if x was not kept.
     """
-    create, eps = _checked(how, given, x), given.eps
+    create = _checked(how, given, x)
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        x, weight, bias, scale, gamma, beta = as_variables(create, x, *given[:5])
-        g = functional.linear(x, weight.to(x.dtype))
-        z = g if scale is None else g * scale
-        if how.training:
-            features = weight.shape[0]
-            ones, zeros = torch.ones(features, device=z.device), torch.zeros(features, device=z.device)
-            z = z.to(torch.promote_types(x.dtype, torch.float32))
-            if bias is not None:
-                z = z + (bias - bias).to(z.dtype)  # the mean cancels the bias; its gradient is 0, with derivatives
-            # the features of each ghost batch count as separate features
-            z = z.unflatten(0, (how.groups, -1)).movedim(0, 1).flatten(1) if how.groups > 1 else z
-            ones, zeros = (vector.repeat(how.groups).to(z.dtype) for vector in (ones, zeros))
-            y = functional.batch_norm(z, None, None, ones, zeros, True, 0.0, eps)
-            y = y.unflatten(1, (how.groups, -1)).movedim(1, 0).flatten(0, 1) if how.groups > 1 else y
-            if vectors.shape[-2] == RENORM_ROWS:
-                y = y * vectors[SAVED_RATIO].to(z.dtype) + vectors[SAVED_SHIFT].to(z.dtype)
-        else:
-            if bias is not None:
-                z = z + (bias if scale is None else bias * scale)
-            mean = vectors[_S] * vectors[_BIASED] - vectors[_Z]
-            y = (z - mean.to(z.dtype)) * vectors[_R].to(z.dtype)
-        y = y if gamma is None else y * gamma
-        y = y if beta is None else y + beta
-        y = (y if how.activation is None else apply(y, how.activation)).to(x.dtype)
-        inputs = dict(zip(Gradients._fields, (x if how.linear else g, weight, bias, scale, gamma, beta), strict=True))
+        x, *arguments = as_variables(create, x, *given[:5])
+        g, y = _outputs(how, given.eps, x, arguments, vectors)
+        inputs = dict(zip(Gradients._fields, (x if how.linear else g, *arguments), strict=True))
         wanted = [name for name in how.needs if name in inputs and not isinstance(inputs[name], NUMBERS)]
         found = torch.autograd.grad(y, [inputs[name] for name in wanted], dy, create_graph=create, allow_unused=True)
     gradients = dict(zip(wanted, found, strict=True))
     return [gradients.get(name) for name in Gradients._fields]
+
+
+def layers_again(layers: list[tuple[How, Given, Any]], dy: Any, x: Any, needs: tuple[bool, ...]) -> list[Any]:
+    """Return the gradients of layers in sequence, each with what `gradients_again` takes of it; x is the first one's.
+
+    The list has the gradient of x and then, for each layer, those of weight, bias, scale, gamma and beta; or None for
+    those that are not in `needs`, which has the same order.
+    """
+    create = False
+    for how, given, _ in layers:
+        create = _checked(how, given, x)
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        variables = as_variables(create, x)
+        (y,) = variables
+        for how, given, vectors in layers:
+            arguments = as_variables(create, *given[:5])
+            variables += arguments
+            _, y = _outputs(how, given.eps, y, arguments, vectors)
+        wanted = [variable for variable, need in zip(variables, needs, strict=True) if need]
+        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=create, allow_unused=True))
+    return [next(found) if need else None for need in needs]
+
+
+def _outputs(how: How, eps: float, x: Any, arguments: list[Any], vectors: Any) -> tuple[Any, Any]:
+    """Return g and y. `arguments` are weight, bias, scale, gamma and beta; `vectors` is what the forward saved."""
+    weight, bias, scale, gamma, beta = arguments
+    g = functional.linear(x, weight.to(x.dtype))
+    z = g if scale is None else g * scale
+    if how.training:
+        features = weight.shape[0]
+        ones, zeros = torch.ones(features, device=z.device), torch.zeros(features, device=z.device)
+        z = z.to(torch.promote_types(x.dtype, torch.float32))
+        if bias is not None:
+            z = z + (bias - bias).to(z.dtype)  # the mean cancels the bias; its gradient is 0, with derivatives
+        # the features of each ghost batch count as separate features
+        z = z.unflatten(0, (how.groups, -1)).movedim(0, 1).flatten(1) if how.groups > 1 else z
+        ones, zeros = (vector.repeat(how.groups).to(z.dtype) for vector in (ones, zeros))
+        y = functional.batch_norm(z, None, None, ones, zeros, True, 0.0, eps)
+        y = y.unflatten(1, (how.groups, -1)).movedim(1, 0).flatten(0, 1) if how.groups > 1 else y
+        if vectors.shape[-2] == RENORM_ROWS:
+            y = y * vectors[SAVED_RATIO].to(z.dtype) + vectors[SAVED_SHIFT].to(z.dtype)
+    else:
+        if bias is not None:
+            z = z + (bias if scale is None else bias * scale)
+        mean = vectors[_S] * vectors[_BIASED] - vectors[_Z]
+        y = (z - mean.to(z.dtype)) * vectors[_R].to(z.dtype)
+    y = y if gamma is None else y * gamma
+    y = y if beta is None else y + beta
+    return g, (y if how.activation is None else apply(y, how.activation)).to(x.dtype)
 
 
 def products_again(how: How, given: Given, dg: Any, x: Any) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from . import _modules as modules
 from ._conv import ConvBatchNorm
 from ._layer import LinearBatchNorm1d
 from ._linear import Linear
-from ._modules import NORMS, Row, SyncBatchNorm, around, hindrance, run, title
+from ._modules import NORMS, Row, SyncBatchNorm, around, hindrance, run_in_sequence, title
 from ._trace import Traced, required, traces
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.LazyBatchNorm1d, nn.LazyBatchNorm2d)
@@ -82,18 +82,19 @@ class Sequential(nn.Sequential):
             for module in children:
                 x = module(x)
             return x
-        for step in self._steps():
-            x = run(step, x, self._precision) if step.__class__ is Row else step(x)
+        for step in self._runs():
+            x = run_in_sequence(step, x, self._precision) if step.__class__ is tuple else step(x)
         return x
 
-    def _steps(self) -> tuple[Any, ...]:
+    def _runs(self) -> list[Any]:
+        """Return the steps in order: a tuple of consecutive rows, or a child that is in no row."""
         children = tuple(self._modules.values())
         if is_compiling():
-            return _steps(children, self._scales)
+            return _runs(_steps(children, self._scales))
         key = children, tuple([child.__class__ for child in children])  # lazy and parametrized modules change class
         plan = self.__dict__.get("_plan")
         if plan is None or plan[0] != key:
-            plan = self.__dict__["_plan"] = key, _steps(children, self._scales)
+            plan = self.__dict__["_plan"] = key, _runs(_steps(children, self._scales))
         return plan[1]
 
     def extra_repr(self) -> str:
@@ -415,6 +416,19 @@ def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ..
                 places = _places(i, found)
                 steps[places[0] : places[-1] + 1] = [found]
     return tuple(steps)
+
+
+def _runs(steps: tuple[Any, ...]) -> list[Any]:
+    """Return the steps with consecutive rows in one tuple."""
+    runs: list[Any] = []
+    for step in steps:
+        if step.__class__ is not Row:
+            runs.append(step)
+        elif runs and runs[-1].__class__ is tuple:
+            runs[-1] += (step,)
+        else:
+            runs.append((step,))
+    return runs
 
 
 def _places(i: int, row: Row) -> range:

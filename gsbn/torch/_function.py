@@ -9,40 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
-from torch.autograd import Function
 from torch.compiler import is_compiling
 
 from .._arrays.check import checked_activation
 from .._arrays.kinds import NUMBERS
-from .._backward import How
 from .._forward import forward_of
-from .._plan.dual_gemm import serves_dual_gemm
-from .._plan.skinny import serves_skinny_backward
 from .._renorm import Renorm, renorm_of
-from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from .._values import ghost_count, shown
-from ._again import Given, gradients_again, products_again
-from ._autograd import (
-    cast,
-    drop_given,
-    goes_again,
-    in_place,
-    is_exporting,
-    is_watched,
-    keeps_graph,
-    needed_of,
-    operands,
-    saves_by_hooks,
-    transforms,
-    widens,
-)
+from ._autograd import cast, is_exporting, is_watched, transforms, widens
 from ._channels_first import COPIES, IN_PLACE, autocast_dtype, channels_first, way_of
 from ._groups import group_of, name_of
-from ._halves import before_norm, gradient_of_weight, gradients, gradients_but_of_weight, products, second_half
+from ._nodes import apply, apply_in_sequence
 from ._operators import recorded
-from ._residual import added, before_again, check_residual, joins_call
-from ._shared import shared_weight
+from ._residual import added, check_residual, joins_call
 from ._transpose import rows_of
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
@@ -206,8 +186,7 @@ def call(
             return y.view(n, weight.shape[0], *sizes)
         y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
         return y if in_rows(x) or not conv else y.contiguous()
-    device = "cuda" if x.is_cuda else "cpu"
-    dtype = get_autocast_dtype(device) if is_autocast_enabled(device) else None
+    dtype = _dtype_of_autocast(x)
     differentiate = is_grad_enabled() and (
         weight.requires_grad
         or x.requires_grad
@@ -232,7 +211,7 @@ def call(
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
         options = *options, True, None, activation, group, renorm, groups
-        return _apply(x, weight, bias, scale, gamma, beta, state, options, dtype, residual)
+        return apply(x, weight, bias, scale, gamma, beta, state, options, dtype, residual)
     if dtype is not None:
         x, weight = cast(x, dtype), cast(weight, dtype)
     alone = residual is not None and residual.requires_grad and is_grad_enabled()  # it alone gets a gradient
@@ -240,6 +219,25 @@ def call(
     arrays = x, weight, scale, bias, gamma, beta, *state, None, adds, None
     y = forward_of(arrays, (*options, False, None, of_y, group, renorm, groups))
     return added(y, residual, activation) if alone else y
+
+
+def call_in_sequence(x: Any, layers: list[Any]) -> Any:
+    """Compute layers in sequence, each from the y of the one before it, in one autograd node.
+
+    Return None, before anything is launched, if `call` computes a layer with other nodes. x is a matrix, and each layer
+    has the arguments of `call` from the weight to the groups; autograd needs the gradient of each weight.
+    """
+    made: list[Any] = []
+    for *of_layer, state, options, activation, process_group, renorm, groups in layers:
+        group = None if process_group is None or not options[0] else group_of(process_group, x.device)
+        groups = groups if options[0] else 1
+        made.append((*of_layer, state, (*options, True, None, activation, group, renorm, groups)))
+    return apply_in_sequence(x, made, _dtype_of_autocast(x))
+
+
+def _dtype_of_autocast(x: Any) -> Any:
+    device = "cuda" if x.is_cuda else "cpu"
+    return get_autocast_dtype(device) if is_autocast_enabled(device) else None
 
 
 def _recorded_limits(renorm: Any) -> tuple[Any, Any]:
@@ -273,158 +271,3 @@ def check_features(x: Any, features: int) -> None:
         raise ValueError(
             f"x: read as (N, C, L), as BatchNorm1d does, with C = {features} features; got shape {tuple(x.shape)}{use}"
         )
-
-
-class _Whole(Function):
-    """One autograd node for the whole forward and backward. Autograd calls both with grad mode off."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, more: Any
-    ) -> Any:
-        *of_call, ctx.shared = more
-        y, saved, ctx.how, ctx.given = _forward(x, bias, scale, gamma, beta, residual, *of_call)
-        kept_x, kept_weight = operands(saved, *ctx.needs_input_grad[:2])
-        ctx.cast = None
-        if ctx.shared is not None:
-            ctx.cast, kept_weight = kept_weight, None
-        ctx.save_for_backward(kept_x, kept_weight, saved.deviations, saved.vectors, saved.kept)
-        ctx.at = saved.deviations.data_ptr()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        # If x and weight were cast, autograd casts their gradients to the dtypes of the arguments.
-        *_, of_residual, _ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=needed_of(ctx.needs_input_grad[:7]))
-        x, weight, deviations, vectors, kept = ctx.saved_tensors
-        if goes_again(dy):
-            dv = dy if kept is None else before_again(dy, kept, how.residual_activation)
-            return *gradients_again(how, ctx.given, dv, x, vectors), dv if of_residual else None, None
-        drop_given(ctx)
-        dy, how = dy.resolve_neg(), in_place(how, dy, deviations, ctx.at)
-        if ctx.shared is not None:
-            weight = ctx.cast
-            if not keeps_graph():
-                ctx.cast = None
-        large = weight is not None and weight.numel() >= _LARGE
-        if ctx.shared is None or not (ctx.shared.several or large):
-            *found, dv = gradients(how, dy, x, weight, deviations, vectors, kept)
-        else:
-            dx, dg, *found, dv = gradients_but_of_weight(how, dy, weight, deviations, vectors, kept)
-            del weight  # a cast: it is freed before dweight is made, which has twice as many bytes
-            found = dx, gradient_of_weight(how, ctx.shared, dg, x), *found
-        return *found, dy if of_residual and kept is None else dv, None
-
-
-class _Linear(Function):
-    """An autograd node for the forward of a large call and the second half of its backward.
-
-    This half computes dx and dweight from dg, which `_Norm` has made.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
-        *of_call, ctx.shared = more
-        y, saved, how, given = _forward(x, *vectors, *of_call)
-        x, weight = operands(saved, *ctx.needs_input_grad[:2])
-        ctx.save_for_backward(x, *[weight] * (not how.wide))
-        ctx.cast = weight if how.wide else None  # a cast weight that only gsbn holds
-        ctx.how, ctx.given = how, given
-        between += (saved.deviations, saved.vectors, saved.kept, how, given)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dg: Any) -> Any:
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        how = second_half(ctx.how, needed_of((needs_x, needs_weight, *_NO_OTHERS)))
-        if goes_again(dg):
-            return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
-        drop_given(ctx)
-        dg = dg.resolve_neg()
-        if not how.wide:
-            return *products(how, dg, *ctx.saved_tensors), None, None, None
-        # Free the cast weight before making dweight, which has twice as many bytes.
-        dx = dweight = None
-        if needs_x:
-            dx, _ = products(how._replace(needs=("x",)), dg, None, ctx.cast)
-        if not keeps_graph():
-            ctx.cast = None
-        if needs_weight:
-            dweight = gradient_of_weight(how, ctx.shared, dg, ctx.saved_tensors[0])
-        return dx, dweight, None, None, None
-
-
-class _Norm(Function):
-    """An autograd node for the first half of a large call's backward, from dy to dg.
-
-    Its forward returns y unchanged.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, between: Any) -> Any:
-        ctx.mark_dirty(y)
-        deviations, of_features, kept, ctx.how, ctx.given = between
-        ctx.save_for_backward(deviations, of_features, None if kept is None else y)
-        ctx.at = deviations.data_ptr()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        through, *others, _ = ctx.needs_input_grad
-        of_residual = others[-1]
-        how = ctx.how._replace(needs=needed_of((through, False, *others)), linear=False)
-        deviations, of_features, kept = ctx.saved_tensors
-        if goes_again(dy):
-            linear, _ = ctx.next_functions[0]  # if any node keeps x, this one does
-            x = None if linear is None else linear.saved_tensors[0]
-            dv = dy if kept is None else before_again(dy, kept, how.residual_activation)
-            dg, _, *found = gradients_again(how, ctx.given, dv, x, of_features)
-            return dg, *found, dv if of_residual else None, None
-        drop_given(ctx)
-        dy = dy.resolve_neg()
-        *found, dv = before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features, kept)
-        return *found, dy if of_residual and kept is None else dv, None
-
-
-def _apply(
-    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any,
-    residual: Any,
-) -> Any:  # fmt: skip
-    # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second node costs 40 us on
-    # the host; a GPU processes some millions of elements in that time. One node serves if one launch makes dg and both
-    # products, because dg is then never written. It also serves if one launch makes both products of few rows, because
-    # dy is then small beside the weight.
-    name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
-    whole = options[0] and options[-1] == 1 and serves_skinny_backward(name, rows, *weight.shape, remat=True)
-    whole = whole or (weight.dtype.itemsize == 2 and serves_dual_gemm(name, rows))
-    alone = whole or options[4] != "auto" or saves_by_hooks()  # hooks shall see the cast weight that is kept, too
-    more = state, options, dtype, weight  # what may take the weight's place below does not count its changes in place
-    weight, *of_weight = shared_weight(weight, dtype, None if alone else rows)
-    more = *more, *of_weight
-    if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
-        return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, residual, more)
-    between: list[Any] = []
-    constant = None if residual is None else residual.detach()  # `_Norm` has its gradient
-    y = _apply_of(_Linear)(x, weight, between, (bias, scale, gamma, beta, constant), more)
-    return _apply_of(_Norm)(y, bias, scale, gamma, beta, residual, between)
-
-
-def _apply_of(node: Any) -> Any:
-    """Return the base class's apply: Function.apply takes 3 us to check for torch.func, whose tensors gsbn refuses."""
-    return super(Function, node).apply
-
-
-_NO_OTHERS = (False,) * 5
-_LARGE = 2**21  # elements of a cast weight that one node, too, frees early, at the cost of a second call of gsbn
-
-
-def _forward(
-    x: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, state: Any, options: Any, dtype: Any,
-    weight: Any, cast_weight: Any,
-) -> tuple[Any, Saved, How, Given]:  # fmt: skip
-    """Return y, and what the backward needs. `weight` is the one that was given."""
-    arrays = cast(x, dtype), cast_weight, scale, bias, gamma, beta, *state, None, residual, None
-    y, saved = forward_of(arrays, options)
-    given = Given.of((weight, bias, scale, gamma, beta), options[2], connected=saved.x is x)
-    return y, saved, How.of(saved, (), wide=widens(dtype, weight)), given

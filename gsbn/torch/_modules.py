@@ -6,7 +6,7 @@ import copy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.nn.modules import module as _module
@@ -16,9 +16,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._arrays.admit import is_memory
 from .._typing import Activation, Gemm, Precision
 from ._activations import MODULES, apply, of_module
-from ._autograd import is_exporting
+from ._autograd import is_exporting, is_watched
 from ._channels_first import autocast_dtype, beats_modules
-from ._function import call, in_rows, is_transformed
+from ._function import call, call_in_sequence, in_rows, is_transformed
 from ._ghosts import GhostBatchNorm1d
 from ._groups import name_of, world
 from ._linear import Linear
@@ -103,21 +103,61 @@ def run(row: Row, x: Any, precision: Precision, residual: Any = None, in_place: 
 
     If there is a residual, it is added before the activation; `in_place`: by +=, as the forward does.
     """
-    linear, scale, norm, after = row
-    factor = scale._parameters.get("scale") if isinstance(scale, nn.Module) else scale
-    replaced = scale is not None and factor is None  # pruning or a parametrization replaced the parameter
-    if replaced or not are_plain(x, linear, norm, precision) or not _agree(x, linear, scale, factor):
+    linear, _, norm, after = row
+    is_one_call, factor = _is_one_call(row, x, precision)
+    if not is_one_call:
         for step in row[:3]:
             if step is not None:
                 x = x * step if step is factor else step(x)
         return _finish(x, residual, in_place, after)
     if residual is not None and not _is_like_y(residual, x, linear):
         return _finish(fused(x, linear, factor, norm, None, precision, "auto"), residual, in_place, after)
-    activation: Activation | None = after
-    if isinstance(after, nn.Module):
-        activation = of_module(after) if is_plain(after, after.__class__) else None
+    activation = _activation_of(after)
     y = fused(x, linear, factor, norm, activation, precision, "auto", residual)
     return y if after is None or activation is not None else after(y)
+
+
+def run_in_sequence(rows: tuple[Row, ...], x: Any, precision: Precision) -> Any:
+    """Return the output of rows in sequence. Small ones share an autograd node, which takes the host less time."""
+    if len(rows) > 1 and is_grad_enabled() and not (is_compiling() or is_watched()):
+        y = _in_one_node(rows, x, precision)
+        if y is not None:
+            return y
+    for row in rows:
+        x = run(row, x, precision)
+    return x
+
+
+def _in_one_node(rows: tuple[Row, ...], x: Any, precision: Precision) -> Any:
+    """Return the output of rows in sequence from one autograd node; None, before anything runs, if they do not fit."""
+    found = []
+    for row in rows:
+        linear, _, norm, after = row
+        is_one_call, factor = _is_one_call(row, x, precision)
+        if not is_one_call or not isinstance(linear, nn.Linear) or not linear._parameters["weight"].requires_grad:
+            return None
+        activation, running = _activation_of(after), norm._buffers["running_mean"]
+        if (after is not None and activation is None) or running is None or not norm.track_running_stats:
+            return None
+        if running.requires_grad or norm._buffers["running_var"].requires_grad:
+            return None
+        found.append((linear, factor, norm, activation))
+    return call_in_sequence(x, [arguments(*of_row, precision, "auto") for of_row in found])
+
+
+def _is_one_call(row: Row, x: Any, precision: Precision) -> tuple[bool, Any]:
+    """Return whether one call may replace the modules before the activation, and the factor of the scale."""
+    linear, scale, norm, _ = row
+    factor = scale._parameters.get("scale") if isinstance(scale, nn.Module) else scale
+    replaced = scale is not None and factor is None  # pruning or a parametrization replaced the parameter
+    return not replaced and are_plain(x, linear, norm, precision) and _agree(x, linear, scale, factor), factor
+
+
+def _activation_of(after: Any) -> Activation | None:
+    """Return the activation that one call of gsbn applies for this module, or None if it cannot."""
+    if not isinstance(after, nn.Module):
+        return after  # type: ignore[no-any-return]
+    return of_module(after) if is_plain(after, after.__class__) else None
 
 
 def _finish(u: Any, residual: Any, in_place: bool, after: Any) -> Any:
@@ -234,7 +274,15 @@ def fused(
     x: Any, linear: Any, scale: Any, norm: Any, activation: Activation | None, precision: Precision, gemm: Gemm,
     residual: Any = None,
 ) -> Any:  # fmt: skip
-    """Make the call of gsbn that replaces the modules. Read their dictionaries, because each attribute costs 1 us."""
+    """Make the call of gsbn that replaces the modules."""
+    of_call = *arguments(linear, scale, norm, activation, precision, gemm), residual
+    return call(x, *of_call)
+
+
+def arguments(
+    linear: Any, scale: Any, norm: Any, activation: Activation | None, precision: Precision, gemm: Gemm
+) -> Any:
+    """Return the arguments of `call` after x. Read the modules' dictionaries, because each attribute costs 1 us."""
     of_linear, of_norm, buffers, momentum = linear._parameters, norm._parameters, norm._buffers, norm.momentum
     mean, training = buffers["running_mean"], norm.training
     # Choose the statistics as BatchNorm1d and SyncBatchNorm do
@@ -250,11 +298,11 @@ def fused(
         training, state, momentum = True, _NO_STATISTICS, 0.0
     else:
         state = mean, buffers["running_var"], None
-    return call(
-        x, of_linear["weight"], of_linear["bias"], scale, of_norm["weight"], of_norm["bias"], state,
+    return (
+        of_linear["weight"], of_linear["bias"], scale, of_norm["weight"], of_norm["bias"], state,
         (training, momentum, norm.eps, precision, gemm), activation, process_group,
         norm.renorm if norm.__class__ is BatchRenorm1d else None,
-        norm.groups if norm.__class__ is GhostBatchNorm1d else 1, residual,
+        norm.groups if norm.__class__ is GhostBatchNorm1d else 1,
     )  # fmt: skip
 
 

@@ -13,6 +13,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from gsbn.torch import _modules as modules
 
     made: list[Any] = []
-    fused = modules.fused
-    monkeypatch.setattr(modules, "fused", lambda *a: made.append(a[4]) or fused(*a))
+    arguments = modules.arguments
+    monkeypatch.setattr(modules, "arguments", lambda *a: made.append(a[3]) or arguments(*a))
     return made

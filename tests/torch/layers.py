@@ -77,8 +77,10 @@ def assert_same(found: list[Any], wanted: list[Any], close: float = 1e-10) -> No
 def replayed(step: Callable[[], torch.Tensor]) -> torch.Tensor:
     """A copy of what ``step`` returned in a capture, after one replay."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step(), step()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = step()

@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 from torch.testing._internal import common_utils  # noqa: E402
 
 import gsbn.torch  # noqa: E402
-from gsbn.torch import _function, _operators  # noqa: E402
+from gsbn.torch import _function, _nodes, _operators  # noqa: E402
 
 # What importing them changes for other tests in this process
 settings.load_profile("gsbn")
@@ -39,7 +39,7 @@ def counted() -> Iterator[list[Any]]:
     """Count the forwards of gsbn, from autograd or in a recorded program."""
     calls: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_function, _operators):
+        for module in (_function, _nodes, _operators):
             patch.setattr(module, "forward_of", lambda *a, run=module.forward_of: calls.append(1) or run(*a))
         yield calls
 

@@ -16,6 +16,7 @@ import gsbn.torch  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, linear_batch_norm  # noqa: E402
 from gsbn.torch import _function as function  # noqa: E402
 from gsbn.torch import _halves as halves  # noqa: E402
+from gsbn.torch import _nodes as nodes  # noqa: E402
 from tests.torch.layers import OPTIONS, I, O, assert_same, batch, pair, step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
@@ -68,7 +69,8 @@ def test_only_what_needs_a_gradient_gets_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_nothing_is_kept_where_nothing_needs_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
     forward_of = function.forward_of
-    monkeypatch.setattr(function, "forward_of", lambda *a: kept.append(a[1][5]) or forward_of(*a))
+    for module in (function, nodes):
+        monkeypatch.setattr(module, "forward_of", lambda *a: kept.append(a[1][5]) or forward_of(*a))
     layer, _ = pair()
     with torch.no_grad():
         layer(batch())

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.autograd import Function  # noqa: E402
 
-from gsbn.torch import LinearBatchNorm1d, _function, linear_batch_norm  # noqa: E402
+from gsbn.torch import LinearBatchNorm1d, _nodes, linear_batch_norm  # noqa: E402
 from gsbn.torch._autograd import shaped  # noqa: E402
 from gsbn.torch._shared import SharedGradient, _Sum  # noqa: E402
 
@@ -115,8 +115,8 @@ def test_gradient_is_that_of_the_parameter_alone(several: Several) -> None:
 def test_calls_share_nothing_where_hooks_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint would not free the cast weight that a node keeps beside autograd's saved tensors."""
     asked: list[Any] = []
-    share = _function.shared_weight
-    monkeypatch.setattr(_function, "shared_weight", lambda *a: asked.append(a[2]) or share(*a))
+    share = _nodes.shared_weight
+    monkeypatch.setattr(_nodes, "shared_weight", lambda *a: asked.append(a[2]) or share(*a))
     x, weight = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
     linear_batch_norm(x, weight, training=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -126,9 +126,9 @@ def test_calls_share_nothing_where_hooks_save(monkeypatch: pytest.MonkeyPatch) -
 
 def test_changes_of_the_weight_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batched gradients compute the call again from the weight, and not from an alias with a count of its own."""
-    share = _function.shared_weight
+    share = _nodes.shared_weight
     aliased = lambda weight, *a: (shaped(weight, weight.shape), *share(weight, *a)[1:])  # noqa: E731
-    monkeypatch.setattr(_function, "shared_weight", aliased)
+    monkeypatch.setattr(_nodes, "shared_weight", aliased)
     x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = linear_batch_norm(x, weight, training=True)
@@ -250,7 +250,7 @@ def test_one_node_frees_a_large_cast_early(monkeypatch: pytest.MonkeyPatch) -> N
 
     gradients()  # the first call allocates cuBLAS' workspace
     early, peak = gradients()
-    monkeypatch.setattr(_function, "_LARGE", features * features + 1)
+    monkeypatch.setattr(_nodes, "_LARGE", features * features + 1)
     gradients()
     late, peak_of_late = gradients()
     assert peak <= peak_of_late - features * features  # half of the cast's bytes
@@ -307,6 +307,7 @@ def test_two_views_in_a_cuda_graph() -> None:
         return torch.autograd.grad(outputs(layer, xs), list(layer.parameters()), dys)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which makes xs and dys
     with torch.cuda.stream(side):
         expected = step()
     torch.cuda.synchronize()

@@ -1,0 +1,305 @@
+"""Small layers of a converted nn.Sequential share an autograd node, and compute what they compute alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.autograd.graph import save_on_cpu  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from gsbn.torch import BatchRenorm1d, convert  # noqa: E402
+from gsbn.torch import _modules as modules  # noqa: E402
+from tests.torch.layers import I as INPUTS  # noqa: E402
+from tests.torch.layers import assert_same, batch  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
+NODE = "_SequenceBackward"
+
+
+class Scale(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(shape, dtype=torch.float64) + 0.5)
+
+    def forward(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def head(device: str = "cpu", dtype: Any = torch.float64, widths: tuple[int, ...] = (INPUTS, 12, 9, 5)) -> Any:
+    """A converted model of three layers: with a bias, with a scale, and without an activation."""
+    torch.manual_seed(0)
+    a, b, c, d = widths
+    after = nn.GELU() if device == "cpu" else nn.ReLU()  # a GPU would have to compile many kernels
+    model = nn.Sequential(
+        *(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()),
+        *(nn.Linear(b, c, bias=False), Scale(c), nn.BatchNorm1d(c, momentum=None), after),
+        *(nn.Linear(c, d, bias=False), nn.BatchNorm1d(d, affine=False)),
+    ).to(device, dtype)
+    assert len(convert(model, scales=(Scale,)).replaced) == 3
+    return model
+
+
+def alone(model: nn.Module) -> Callable[[Any], Any]:
+    """The same, of a copy of the model, with a node or two for each layer."""
+    theirs = copy.deepcopy(model)
+
+    def run(x: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(modules, "_in_one_node", lambda *a: None)
+            return theirs(x)
+
+    run.model = theirs  # type: ignore[attr-defined]
+    return run
+
+
+def gradients(model: Any, y: Any, x: Any, **options: Any) -> list[Any]:
+    leaves = [p for p in (x, *model.parameters()) if p.requires_grad]
+    return list(torch.autograd.grad(y, leaves, y.detach().cos(), **options))
+
+
+def assert_alike(model: Any, x: Any, nodes: str = NODE, autocast: Any = None) -> None:
+    """y, gradients and statistics are those of the layers alone, bit for bit."""
+    theirs, found = alone(model), []
+    for run, of in ((model, model), (theirs, theirs.model)):  # type: ignore[attr-defined]
+        with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+            y = run(x)
+        assert run is theirs or y.grad_fn.name() == nodes
+        found.append([y.detach(), *gradients(of, y, x), *of.buffers()])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("needs_x", [True, False])
+@pytest.mark.parametrize("mode", ["training", "frozen", "one is frozen"])
+def test_results_are_those_of_the_layers_alone(device: str, mode: str, needs_x: bool) -> None:
+    model = head(device).train(mode != "frozen")
+    model[5].train(mode == "training")
+    assert_alike(model, batch(device).requires_grad_(needs_x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 48, 600, 20000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, "autocast"], ids=str)
+def test_results_on_a_gpu(dtype: Any, rows: int) -> None:
+    autocast = torch.bfloat16 if dtype == "autocast" else None
+    of_x = torch.float32 if autocast else dtype
+    for widths in ((72, 128, 64, 40), (1024, 512, 264, 512)):
+        model = head("cuda", of_x, widths if rows < 10000 else (72, 128, 64, 40))
+        x = batch("cuda", of_x, (rows, model[0].in_features)).requires_grad_()
+        assert_alike(model, x, autocast=autocast)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda n: BatchRenorm1d(n, (1.5, 0.5))], ids=["batch", "renorm"])
+def test_against_pytorchs_own_modules(device: str, norm: Any) -> None:
+    layers = [(nn.Linear(INPUTS if i == 0 else 8, 8), norm(8), nn.SiLU()) for i in range(4)]
+    model = nn.Sequential(*[module for layer in layers for module in layer]).to(device).double()
+    plain = copy.deepcopy(model)
+    convert(model)
+    found = []
+    for each in (model, plain):
+        x = batch(device).requires_grad_()
+        for _ in range(2):
+            y = each(x)
+        found.append([y.detach(), *gradients(each, y, x), *each.buffers()])
+    assert_same(*found)
+
+
+def test_gradients_of_some_arguments(device: str) -> None:
+    """Frozen vectors get none; a backward for later layers alone ends there."""
+    model, x = head(device), batch(device).requires_grad_()
+    for parameter in (model[1].weight, model[4].scale, model[0].bias):
+        parameter.requires_grad_(False)
+    assert_alike(model, x)
+    y = model(x)
+    every = dict(zip([x, *filter(lambda p: p.requires_grad, model.parameters())], gradients(model, y, x), strict=True))
+    for some in ([x], [model[7].weight], [model[5].weight, model[3].weight], [model[1].bias]):
+        found = torch.autograd.grad(model(x), some, y.detach().cos())
+        for leaf, gradient in zip(some, found, strict=True):
+            torch.testing.assert_close(gradient, every[leaf], rtol=1e-9, atol=1e-12)
+
+
+def test_a_graph_that_is_kept(device: str) -> None:
+    model, x = head(device), batch(device).requires_grad_()
+    y = model(x)
+    first = gradients(model, y, x, retain_graph=True)
+    kept = list(y.grad_fn.layers)
+    second = gradients(model, y, x)
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+    assert None not in kept and y.grad_fn.layers == [None] * 3  # what the layers held is free
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        gradients(model, y, x)
+
+
+def test_a_changed_weight_is_an_error(device: str) -> None:
+    model, x = head(device), batch(device).requires_grad_()
+    y = model(x)
+    with torch.no_grad():
+        model[3].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_second_derivatives(device: str) -> None:
+    """Against finite differences, and batched gradients."""
+    model, x = head(device), batch(device, shape=(9, INPUTS)).requires_grad_()
+    model[2], model[6] = nn.SiLU(), nn.SiLU()  # without a kink
+    model[5].momentum = 0.1
+    names, values = zip(*model.named_parameters(), strict=True)
+    for training in (True, False):
+        model.train(training)
+        assert model(x).grad_fn.name() == NODE
+
+        def run(x: Any, *values: Any) -> Any:
+            for name, value in zip(names, values, strict=True):
+                owner, _, parameter = name.rpartition(".")
+                model.get_submodule(owner)._parameters[parameter] = value
+            return model(x)
+
+        leaves = [x, *(value.detach().clone().requires_grad_() for value in values)]
+        of_some = lambda x, w, *rest, leaves=leaves: run(x, w, *leaves[2:])  # noqa: E731
+        assert torch.autograd.gradcheck(run, leaves, check_batched_grad=True)
+        assert torch.autograd.gradgradcheck(of_some, leaves[:2], check_batched_grad=True)
+
+
+def test_a_gradient_penalty(device: str) -> None:
+    model = head(device)
+    theirs, found = alone(model), []
+    for run, of in ((model, model), (theirs, theirs.model)):  # type: ignore[attr-defined]
+        x = batch(device).requires_grad_()
+        y = run(x)
+        (of_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        loss = y.mean() + (of_x.norm(dim=1) - 1).square().mean()
+        found.append([of_x.detach(), *torch.autograd.grad(loss, [x, *of.parameters()])])
+    assert_same(*found, close=1e-8)
+
+
+def test_a_layer_twice(device: str) -> None:
+    """One Linear in two rows has the sum of both gradients."""
+    torch.manual_seed(0)
+    linear = nn.Linear(INPUTS, INPUTS)
+    model = nn.Sequential(linear, nn.BatchNorm1d(INPUTS), nn.ReLU(), linear, nn.BatchNorm1d(INPUTS)).to(device).double()
+    convert(model)
+    assert_alike(model, batch(device).requires_grad_())
+
+
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("why", ["frozen", "hook", "statistics", "modes", "saved tensors", "checkpoint"])
+def test_layers_that_stay_alone(device: str, why: str) -> None:
+    """Whoever shall see the layers one by one does."""
+    model, x = head(device), batch(device).requires_grad_()
+    seen: list[Any] = []
+    context: Any = torch.enable_grad()
+    call: Any = model
+    if why == "frozen":
+        model[3].weight.requires_grad_(False)
+    elif why == "hook":
+        model[3].register_forward_hook(lambda module, given, made: seen.append(made))
+    elif why == "statistics":
+        model[1] = nn.BatchNorm1d(12, track_running_stats=False, device=device, dtype=torch.float64)
+    elif why == "modes":
+        context = Operators()
+    elif why == "saved tensors":
+        context = save_on_cpu()
+    else:
+        call = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
+    theirs = alone(model)
+    with context:
+        y = call(x)
+    assert y.grad_fn.name() != NODE and (why != "hook" or len(seen) == 1)
+    wanted = theirs(x)
+    of_wanted = gradients(theirs.model, wanted, x)  # type: ignore[attr-defined]
+    assert_same([y.detach(), *gradients(model, y, x)], [wanted.detach(), *of_wanted])
+    with torch.no_grad():
+        assert model(x).grad_fn is None
+
+
+def test_an_error_of_a_later_layer(device: str) -> None:
+    model = head(device)
+    model[3] = nn.Linear(11, 9, device=device, dtype=torch.float64)
+    for run in (model, alone(model)):
+        with pytest.raises(ValueError, match=r"^weight: expected .*12"):
+            run(batch(device))
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_a_large_layer_has_nodes_of_its_own() -> None:
+    model = head("cuda", torch.float32, (512, 1024, 512, 264))
+    x = torch.randn(30000, 512, device="cuda")
+    assert model(x[:600]).grad_fn.name() == NODE
+    assert model(x).grad_fn.name() != NODE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+def test_peak_memory_is_that_of_the_layers_alone(autocast: bool) -> None:
+    """The node frees what lies between the layers as a backward goes on."""
+    layers = [(nn.Linear(256, 256, bias=False), nn.BatchNorm1d(256), nn.ReLU()) for _ in range(8)]
+    model = nn.Sequential(*[module for layer in layers for module in layer]).cuda()
+    convert(model)
+    theirs, peaks = alone(model), []
+    x = torch.randn(8000, 256, device="cuda")
+    for run, of in ((model, model), (theirs, theirs.model)):  # type: ignore[attr-defined]
+        for _ in range(2):
+            of.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                y = run(x)
+            loss = y.float().sum()
+            del y
+            loss.backward()
+            peak = torch.cuda.max_memory_allocated() - before
+            del loss
+        peaks.append(peak)
+    assert peaks[0] <= 1.02 * peaks[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 512])
+def test_two_views_share_the_gradient_of_each_weight(rows: int) -> None:
+    model = head("cuda", torch.float32, (512, 512, 512, 256))
+    xs = [torch.randn(rows, 512, device="cuda") for _ in range(2)]
+    theirs, found = alone(model), []
+    for run, of in ((model, model), (theirs, theirs.model)):  # type: ignore[attr-defined]
+        with torch.autocast("cuda", torch.bfloat16):
+            ys = [run(x) for x in xs]
+        found.append(torch.autograd.grad(ys, list(of.parameters()), [y.detach().cos() for y in ys]))
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    model = head("cuda", torch.float32, (256, 512, 264, 128))
+    model[5].momentum = 0.1
+    x = torch.randn(600, 256, device="cuda", requires_grad=True)
+
+    def step() -> list[Any]:
+        y = model(x)
+        return [y.detach(), *gradients(model, y, x)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for array in found:
+        array.fill_(float("nan"))
+    graph.replay()
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
