@@ -222,10 +222,10 @@ def call(
 
 
 def call_in_sequence(x: Any, layers: list[Any]) -> Any:
-    """Compute layers in sequence, each from the y of the one before it, in one autograd node.
+    """Compute layers in sequence, each from the y of the one before it, in as few autograd nodes as they can share.
 
-    Return None, before anything is launched, if `call` computes a layer with other nodes. x is a matrix, and each layer
-    has the arguments of `call` from the weight to the groups; autograd needs the gradient of each weight.
+    x is a matrix, and each layer has the arguments of `call` from the weight to the groups. Autograd needs the gradient
+    of each weight.
     """
     made: list[Any] = []
     for *of_layer, state, options, activation, process_group, renorm, groups in layers:

@@ -120,16 +120,16 @@ def run(row: Row, x: Any, precision: Precision, residual: Any = None, in_place: 
 def run_in_sequence(rows: tuple[Row, ...], x: Any, precision: Precision) -> Any:
     """Return the output of rows in sequence. Small ones share an autograd node, which takes the host less time."""
     if len(rows) > 1 and is_grad_enabled() and not (is_compiling() or is_watched()):
-        y = _in_one_node(rows, x, precision)
-        if y is not None:
-            return y
+        layers = _layers(rows, x, precision)
+        if layers is not None:
+            return call_in_sequence(x, layers)
     for row in rows:
         x = run(row, x, precision)
     return x
 
 
-def _in_one_node(rows: tuple[Row, ...], x: Any, precision: Precision) -> Any:
-    """Return the output of rows in sequence from one autograd node; None, before anything runs, if they do not fit."""
+def _layers(rows: tuple[Row, ...], x: Any, precision: Precision) -> list[Any] | None:
+    """Return the arguments of `call_in_sequence` for rows in sequence; None if it does not serve one of them."""
     found = []
     for row in rows:
         linear, _, norm, after = row
@@ -142,7 +142,7 @@ def _in_one_node(rows: tuple[Row, ...], x: Any, precision: Precision) -> Any:
         if running.requires_grad or norm._buffers["running_var"].requires_grad:
             return None
         found.append((linear, factor, norm, activation))
-    return call_in_sequence(x, [arguments(*of_row, precision, "auto") for of_row in found])
+    return [arguments(*of_row, precision, "auto") for of_row in found]
 
 
 def _is_one_call(row: Row, x: Any, precision: Precision) -> tuple[bool, Any]:

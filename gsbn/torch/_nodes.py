@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch.autograd import Function
@@ -240,24 +241,45 @@ def apply(
 
 
 def apply_in_sequence(x: Any, layers: list[Any], dtype: Any) -> Any:
-    """Return what `apply` returns for the last of these layers, from one node for all of them.
+    """Return the y of the last of layers in sequence, each of which takes the y of the one before it.
 
-    Return None if `apply` gives a layer two nodes, or if hooks shall see what each layer saves. A layer has its weight,
-    bias, scale, gamma, beta, statistics and options.
+    Small layers in sequence share a node. A layer has its weight, bias, scale, gamma, beta, statistics and options.
     """
-    rows, of_x = x.shape[0], dtype or x.dtype
-    wholes = [_takes_whole(rows, weight, options, of_x) for weight, *_, options in layers]
-    if saves_by_hooks() or not all(
-        whole or _is_small(x, layer[0]) for whole, layer in zip(wholes, layers, strict=True)
-    ):
-        return None
-    calls: list[Any] = []
-    parameters: list[Any] = []
-    for whole, (weight, *vectors, state, options) in zip(wholes, layers, strict=True):
-        of_autograd, more = _more(rows, weight, state, options, dtype, whole)
-        calls.append(more)
-        parameters += of_autograd, *vectors
-    return _apply_of(_Sequence)(x, calls, *parameters)
+    for together in _in_nodes(x, layers, dtype):
+        if len(together) == 1:
+            of_layer = *together[0], dtype, None
+            x = apply(x, *of_layer)
+            continue
+        calls: list[Any] = []
+        parameters: list[Any] = []
+        for weight, *vectors, state, options in together:
+            whole = _takes_whole(x.shape[0], weight, options, dtype or x.dtype)
+            of_autograd, more = _more(x.shape[0], weight, state, options, dtype, whole)
+            calls.append(more)
+            parameters += of_autograd, *vectors
+        x = _apply_of(_Sequence)(x, calls, *parameters)
+    return x
+
+
+def _in_nodes(x: Any, layers: list[Any], dtype: Any) -> Iterator[list[Any]]:
+    """Yield layers in sequence that share a node, or a layer that has one or two of its own.
+
+    A node makes all its gradients before autograd adds the first one to another, or frees it. So weights have at most
+    _MOST elements besides the largest one; four times as many under autocast, where calls of a weight share a gradient.
+    """
+    most, alone = _MOST if dtype is None else 4 * _MOST, saves_by_hooks()  # hooks shall see what each layer saves
+    together: list[Any] = []
+    elements: list[int] = []
+    joins = False
+    for layer in layers:
+        weight, options, joined = layer[0], layer[-1], joins
+        joins = not alone and (_is_small(x, weight) or _takes_whole(x.shape[0], weight, options, dtype or x.dtype))
+        elements.append(weight.numel())
+        if together and not (joined and joins and sum(elements) - max(elements) <= most):
+            yield together
+            together, elements = [], elements[-1:]
+        together.append(layer)
+    yield together
 
 
 def _apply_of(node: Any) -> Any:
@@ -266,6 +288,7 @@ def _apply_of(node: Any) -> Any:
 
 
 _NO_OTHERS = (False,) * 5
+_MOST = 2**21
 _LARGE = 2**21  # elements of a cast weight that one node, too, frees early, at the cost of a second call of gsbn
 
 

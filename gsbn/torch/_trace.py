@@ -28,7 +28,7 @@ from ._graph import (
     rows,
     writes_its_first_operand,
 )
-from ._modules import FOLLOWERS, NORMS, Row, around, hindrance, run, title
+from ._modules import FOLLOWERS, NORMS, Row, around, hindrance, run, run_in_sequence, title
 
 _DEVICES = ("cuda", "cpu")
 _SEQUENTIAL = nn.Sequential.__module__, f"{__package__}._convert"  # they define the forward of an nn.Sequential
@@ -199,6 +199,11 @@ def run_modules(
     return run(Row(linear, scale, norm, activation), x, precision, residual, in_place)
 
 
+def run_rows(x: Any, precision: Precision, *rows: tuple[Any, ...]) -> Any:
+    """Run rows of modules in sequence; the changed forward calls this function. Each call decides as `run_modules`."""
+    return run_in_sequence(tuple([Row(*row) for row in rows]), x, precision)
+
+
 def _replace(
     module: Any, graph: Graph, scales: tuple[type, ...], precision: Precision
 ) -> tuple[list[tuple[str, ...]], dict[str, str]]:
@@ -234,7 +239,27 @@ def _replace(
         if calls.add is not None:
             added.add(calls.add)
         _substitute(graph, calls, precision)
+    _join(graph)
     return replaced, left
+
+
+def _join(graph: Graph) -> None:
+    """Put rows that are called one after another, each with the output of the one before it alone, into one call."""
+    for node in list(graph.nodes):
+        if node.target is not run_modules or len(node.args) > 6:  # a residual is used beside the output
+            continue
+        x, *row, precision = node.args
+        before: Any = x if isinstance(x, Node) and x.target is run_rows and len(x.users) == 1 else None
+        if before is not None and any(between.op != "get_attr" for between in nodes_from(before.next, node)):
+            before = None
+        arguments = (x, precision) if before is None else before.args
+        with graph.inserting_before(node):
+            joined = graph.call_function(run_rows, (*arguments, tuple(row)))
+        joined.meta = dict(node.meta)
+        node.replace_all_uses_with(joined)
+        for replaced in (node, before):
+            if replaced is not None:
+                graph.erase_node(replaced)
 
 
 def _may_add(module: Any, calls: Calls) -> bool:

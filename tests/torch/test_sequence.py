@@ -14,8 +14,10 @@ from torch.autograd.graph import save_on_cpu  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from gsbn.bench import _heads as heads  # noqa: E402
 from gsbn.torch import BatchRenorm1d, convert  # noqa: E402
 from gsbn.torch import _modules as modules  # noqa: E402
+from gsbn.torch import _nodes as nodes  # noqa: E402
 from tests.torch.layers import I as INPUTS  # noqa: E402
 from tests.torch.layers import assert_same, batch  # noqa: E402
 
@@ -52,7 +54,7 @@ def alone(model: nn.Module) -> Callable[[Any], Any]:
 
     def run(x: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(modules, "_in_one_node", lambda *a: None)
+            patch.setattr(modules, "_layers", lambda *a: None)
             return theirs(x)
 
     run.model = theirs  # type: ignore[attr-defined]
@@ -64,13 +66,13 @@ def gradients(model: Any, y: Any, x: Any, **options: Any) -> list[Any]:
     return list(torch.autograd.grad(y, leaves, y.detach().cos(), **options))
 
 
-def assert_alike(model: Any, x: Any, nodes: str = NODE, autocast: Any = None) -> None:
+def assert_alike(model: Any, x: Any, node: str = NODE, autocast: Any = None) -> None:
     """y, gradients and statistics are those of the layers alone, bit for bit."""
     theirs, found = alone(model), []
     for run, of in ((model, model), (theirs, theirs.model)):  # type: ignore[attr-defined]
         with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
             y = run(x)
-        assert run is theirs or y.grad_fn.name() == nodes
+        assert run is theirs or y.grad_fn.name() == node
         found.append([y.detach(), *gradients(of, y, x), *of.buffers()])
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
 
@@ -188,6 +190,74 @@ def test_a_layer_twice(device: str) -> None:
     assert_alike(model, batch(device).requires_grad_())
 
 
+def nodes_of(*ys: Any) -> list[str]:
+    """The names of gsbn's nodes in autograd's graph of these outputs."""
+    found, names = [y.grad_fn for y in ys if y.grad_fn is not None], {}
+    while found:
+        node = found.pop()
+        if node not in names:
+            names[node] = node.name()
+            found += [each for each, _ in node.next_functions if each is not None]
+    return sorted(name for name in names.values() if name in (NODE, "_WholeBackward"))
+
+
+class Branches(nn.Module):
+    """Of three layers, the first two stand in sequence; a call stands between the others."""
+
+    def __init__(self, uses_twice: bool) -> None:
+        super().__init__()
+        self.uses_twice = uses_twice
+        self.linears = nn.ModuleList(nn.Linear(INPUTS, INPUTS) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(INPUTS) for _ in range(3))
+
+    def forward(self, x: Any) -> Any:
+        first = self.norms[0](self.linears[0](x)).relu()
+        second = self.norms[1](self.linears[1](first))
+        third = self.norms[2](self.linears[2](second.sin())).relu()
+        return third + first if self.uses_twice else third
+
+
+@pytest.mark.parametrize(
+    ("make", "sequences", "single"),
+    [
+        (lambda: heads.SimSiam(INPUTS, 6, 5, 4), 2, 2),  # z has a second use, so the predictor is apart
+        (lambda: heads.BarlowTwins(INPUTS, 6, 5), 2, 0),
+        (lambda: heads.Critic(INPUTS, 2, 6, 5), 1, 0),
+        (lambda: Branches(False), 1, 1),
+        (lambda: Branches(True), 0, 3),
+    ],
+    ids=["SimSiam", "Barlow Twins", "Critic", "a call between", "two uses"],
+)
+def test_a_traced_forward(make: Any, sequences: int, single: int) -> None:
+    torch.manual_seed(0)
+    model = make().double()
+    inputs = (batch(),) if isinstance(model, Branches) else model.batch(20, dtype=torch.float64)
+    plain, found = copy.deepcopy(model), []
+    convert(model, trace=True)
+    for each in (model, plain):
+        made = each(*inputs)
+        ys = [y for y in (made if isinstance(made, tuple) else (made,)) if y.requires_grad]
+        if each is model:
+            assert nodes_of(*ys) == [NODE] * sequences + ["_WholeBackward"] * single
+        dys = [y.detach().cos() for y in ys]
+        found.append([*map(torch.Tensor.detach, ys), *torch.autograd.grad(ys, list(each.parameters()), dys)])
+        found[-1] += each.buffers()
+    assert_same(*found, close=1e-9)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_wide_weights_do_not_share_a_node(device: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node would make all their gradients before any is added up."""
+    model, x = head(device, torch.float32), batch(device, torch.float32).requires_grad_()
+    assert [model[at].weight.numel() for at in (0, 3, 7)] == [84, 108, 45]
+    for most, found in ((44, ["_WholeBackward"] * 3), (84, [NODE, "_WholeBackward"]), (129, [NODE])):
+        monkeypatch.setattr(nodes, "_MOST", -(-most // 4) if autocast else most)
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            assert nodes_of(model(x)) == found
+    monkeypatch.setattr(nodes, "_MOST", 84)
+    assert_alike(model, x, "_WholeBackward")
+
+
 class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
@@ -236,10 +306,12 @@ def test_an_error_of_a_later_layer(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_large_layer_has_nodes_of_its_own() -> None:
-    model = head("cuda", torch.float32, (512, 1024, 512, 264))
-    x = torch.randn(30000, 512, device="cuda")
-    assert model(x[:600]).grad_fn.name() == NODE
-    assert model(x).grad_fn.name() != NODE
+    """The layers before it still share one."""
+    model = head("cuda", torch.float32, (512, 256, 128, 264))
+    few, many = torch.randn(600, 512, device="cuda"), torch.randn(32000, 512, device="cuda")
+    assert nodes_of(model(few)) == [NODE]
+    y = model(many)
+    assert y.grad_fn.name() == "_NormBackward" and nodes_of(y) == [NODE]
 
 
 @pytest.mark.gpu
