@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -15,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from gsbn.bench import _heads as heads  # noqa: E402
-from gsbn.torch import BatchRenorm1d, convert  # noqa: E402
+from gsbn.torch import BatchRenorm1d, GhostBatchNorm1d, convert  # noqa: E402
 from gsbn.torch import _modules as modules  # noqa: E402
 from gsbn.torch import _nodes as nodes  # noqa: E402
 from tests.torch.layers import I as INPUTS  # noqa: E402
@@ -62,7 +66,7 @@ def alone(model: nn.Module) -> Callable[[Any], Any]:
 
 
 def gradients(model: Any, y: Any, x: Any, **options: Any) -> list[Any]:
-    leaves = [p for p in (x, *model.parameters()) if p.requires_grad]
+    leaves = [leaf for leaf in (x, *model.parameters()) if leaf.requires_grad]
     return list(torch.autograd.grad(y, leaves, y.detach().cos(), **options))
 
 
@@ -95,6 +99,49 @@ def test_results_on_a_gpu(dtype: Any, rows: int) -> None:
         model = head("cuda", of_x, widths if rows < 10000 else (72, 128, 64, 40))
         x = batch("cuda", of_x, (rows, model[0].in_features)).requires_grad_()
         assert_alike(model, x, autocast=autocast)
+
+
+def drawn(seed: int) -> Any:
+    """A model of two to five layers of all kinds, some of them frozen in part; another module may stand between."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    widths = [INPUTS, *(draw.randint(1, 9) for _ in range(draw.randint(2, 5)))]
+    norms: tuple[Callable[[int], nn.Module], ...] = (
+        nn.BatchNorm1d,
+        lambda n: nn.BatchNorm1d(n, momentum=None, affine=False),
+        lambda n: nn.BatchNorm1d(n, track_running_stats=draw.random() < 0.8),
+        lambda n: GhostBatchNorm1d(n, 2),
+        lambda n: BatchRenorm1d(n, (1.5, 0.5)),
+    )
+    model = nn.Sequential()
+    for a, b in pairwise(widths):
+        model.append(nn.Linear(a, b, bias=draw.random() < 0.5))
+        if draw.random() < 0.3:
+            model.append(Scale(draw.choice((b, 1))))
+        model.append(draw.choice(norms)(b).train(draw.random() < 0.85))
+        model.append(draw.choice((nn.SiLU, nn.ELU, nn.Identity, nn.Sigmoid))())  # ReLU's kink would decide by roundings
+    for parameter in model.double().parameters():
+        parameter.requires_grad_(draw.random() < 0.9)
+    return model
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), rows=st.sampled_from([8, 14, 20]), needs_x=st.booleans())
+def test_any_model_computes_what_pytorchs_modules_do(seed: int, rows: int, needs_x: bool) -> None:
+    plain, found = drawn(seed), []
+    model = copy.deepcopy(plain)
+    convert(model, scales=(Scale,))
+    for each in (model, plain):
+        x = batch(shape=(rows, INPUTS)).requires_grad_(needs_x)
+        for _ in range(2):
+            y = each(x)
+        leaves = [leaf for leaf in (x, *each.parameters()) if leaf.requires_grad and y.requires_grad]
+        of = torch.autograd.grad(y, leaves, y.detach().cos(), allow_unused=True) if leaves else ()
+        zero = [
+            torch.zeros_like(leaf) if of_leaf is None else of_leaf for leaf, of_leaf in zip(leaves, of, strict=True)
+        ]
+        found.append([y.detach(), *zero, *each.buffers()])
+    assert_same(*found, close=1e-7)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda n: BatchRenorm1d(n, (1.5, 0.5))], ids=["batch", "renorm"])
