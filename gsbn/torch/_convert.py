@@ -82,19 +82,19 @@ class Sequential(nn.Sequential):
             for module in children:
                 x = module(x)
             return x
-        for step in self._runs():
+        for step in self._steps():
             x = run_in_sequence(step, x, self._precision) if step.__class__ is tuple else step(x)
         return x
 
-    def _runs(self) -> list[Any]:
+    def _steps(self) -> list[Any]:
         """Return the steps in order: a tuple of consecutive rows, or a child that is in no row."""
         children = tuple(self._modules.values())
         if is_compiling():
-            return _runs(_steps(children, self._scales))
+            return _joined(_steps(children, self._scales))
         key = children, tuple([child.__class__ for child in children])  # lazy and parametrized modules change class
         plan = self.__dict__.get("_plan")
         if plan is None or plan[0] != key:
-            plan = self.__dict__["_plan"] = key, _runs(_steps(children, self._scales))
+            plan = self.__dict__["_plan"] = key, _joined(_steps(children, self._scales))
         return plan[1]
 
     def extra_repr(self) -> str:
@@ -418,17 +418,17 @@ def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ..
     return tuple(steps)
 
 
-def _runs(steps: tuple[Any, ...]) -> list[Any]:
+def _joined(steps: tuple[Any, ...]) -> list[Any]:
     """Return the steps with consecutive rows in one tuple."""
-    runs: list[Any] = []
+    joined: list[Any] = []
     for step in steps:
         if step.__class__ is not Row:
-            runs.append(step)
-        elif runs and runs[-1].__class__ is tuple:
-            runs[-1] += (step,)
+            joined.append(step)
+        elif joined and joined[-1].__class__ is tuple:
+            joined[-1] += (step,)
         else:
-            runs.append((step,))
-    return runs
+            joined.append((step,))
+    return joined
 
 
 def _places(i: int, row: Row) -> range:
