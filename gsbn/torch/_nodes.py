@@ -108,7 +108,7 @@ class _Sequence(Function):
     def backward(ctx: Any, dy: Any) -> Any:
         needs_x, _, *needs = ctx.needs_input_grad
         first, *weights = ctx.saved_tensors
-        layers, again = ctx.layers, keeps_graph()
+        layers, kept = ctx.layers, keeps_graph()
         if goes_again(dy):
             of_layers = [(layer.how, layer.given, layer.vectors) for layer in layers]
             dx, *found = layers_again(of_layers, dy, layers[0].x if first is None else first, (needs_x, *needs))
@@ -116,7 +116,7 @@ class _Sequence(Function):
         found, dy = [None] * len(needs), dy.resolve_neg()
         for i in reversed(range(len(layers))):
             how, _, shared, x, weight, deviations, vectors, at = layers[i]
-            if not again:
+            if not kept:
                 layers[i] = None
             of_layer, through = slice(5 * i, 5 * i + 5), needs_x or any(needs[: 5 * i])
             how = how._replace(needs=needed_of((through, *needs[of_layer], False)))

@@ -191,17 +191,15 @@ def _context_of(*, grad: bool, autocast: bool) -> Iterator[None]:
             torch.set_autocast_enabled(name, enabled)
 
 
-def run_modules(
-    x: Any, linear: Any, scale: Any, norm: Any, activation: Any, precision: Precision, residual: Any = None,
-    in_place: bool = False,
-) -> Any:  # fmt: skip
-    """Run a row of modules; the changed forward calls this function. Each call decides as in an nn.Sequential."""
-    return run(Row(linear, scale, norm, activation), x, precision, residual, in_place)
-
-
 def run_rows(x: Any, precision: Precision, *rows: tuple[Any, ...]) -> Any:
-    """Run rows of modules in sequence; the changed forward calls this function. Each call decides as `run_modules`."""
+    """Run rows of modules in sequence; the changed forward calls this function. Each call decides as in an
+    nn.Sequential."""
     return run_in_sequence(tuple([Row(*row) for row in rows]), x, precision)
+
+
+def run_row_and_add(x: Any, precision: Precision, row: tuple[Any, ...], residual: Any, in_place: bool) -> Any:
+    """Run a row of modules that adds a residual before the activation; the changed forward calls this function."""
+    return run(Row(*row), x, precision, residual, in_place)
 
 
 def _replace(
@@ -246,20 +244,12 @@ def _replace(
 def _join(graph: Graph) -> None:
     """Put rows that are called one after another, each with the output of the one before it alone, into one call."""
     for node in list(graph.nodes):
-        if node.target is not run_modules or len(node.args) > 6:  # a residual is used beside the output
+        before = node.args[0] if node.target is run_rows else None
+        if not isinstance(before, Node) or before.target is not run_rows or len(before.users) > 1:
             continue
-        x, *row, precision = node.args
-        before: Any = x if isinstance(x, Node) and x.target is run_rows and len(x.users) == 1 else None
-        if before is not None and any(between.op != "get_attr" for between in nodes_from(before.next, node)):
-            before = None
-        arguments = (x, precision) if before is None else before.args
-        with graph.inserting_before(node):
-            joined = graph.call_function(run_rows, (*arguments, tuple(row)))
-        joined.meta = dict(node.meta)
-        node.replace_all_uses_with(joined)
-        for replaced in (node, before):
-            if replaced is not None:
-                graph.erase_node(replaced)
+        if all(between.op == "get_attr" for between in nodes_from(before.next, node)):
+            node.args = (*before.args, *node.args[2:])
+            graph.erase_node(before)
 
 
 def _may_add(module: Any, calls: Calls) -> bool:
@@ -308,10 +298,12 @@ def _substitute(graph: Graph, calls: Calls, precision: Precision) -> None:
     with graph.inserting_before(calls.sum):
         factor = other_operand(calls) if scale is not None and scale.op != "call_module" else of(scale)
         after = of_call(activation) if activation is not None and activation.op != "call_module" else of(activation)
-        arguments: tuple[Any, ...] = linear.args[0], of(linear), factor, of(norm), after, precision
-    if add is not None:
-        arguments = *arguments, calls.residual, writes_its_first_operand(add)
-    replace_calls(graph, calls, run_modules, arguments)
+        row = of(linear), factor, of(norm), after
+    if add is None:
+        replace_calls(graph, calls, run_rows, (linear.args[0], precision, row))
+    else:
+        of_residual = calls.residual, writes_its_first_operand(add)
+        replace_calls(graph, calls, run_row_and_add, (linear.args[0], precision, row, *of_residual))
 
 
 def _code(graph: Graph) -> Callable[..., Any]:
