@@ -288,7 +288,7 @@ def _apply_of(node: Any) -> Any:
 
 
 _NO_OTHERS = (False,) * 5
-_MOST = 2**21
+_MOST = 2**21  # elements of the weights of one node, besides the largest
 _LARGE = 2**21  # elements of a cast weight that one node, too, frees early, at the cost of a second call of gsbn
 
 
