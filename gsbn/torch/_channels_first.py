@@ -117,7 +117,7 @@ def channels_first(
     dtype = autocast_dtype(x)
     x = rows_of(x, dtype) if way == COPIES else x
     if _needs_gradients(x, weight, vectors):
-        # as _apply_of in _function.py
+        # as _apply_of in _nodes.py
         return super(Function, _ChannelsFirst).apply(x, weight, *vectors, of_call, dtype)
     return _forward(cast(x, dtype), cast(weight, dtype), vectors, *of_call, saves=False)[0]
 

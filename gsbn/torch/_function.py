@@ -208,16 +208,16 @@ def call(
         options = number, *more, name, *_recorded_limits(renorm), groups, residual
         differentiate = differentiate or (residual is not None and residual.requires_grad and is_grad_enabled())
         return recorded(tensors, training, differentiate, wide, activation, *options)
-    group = None if process_group is None or not options[0] else group_of(process_group, x.device)
+    of_call = process_group, renorm, groups
     if differentiate:
-        options = *options, True, None, activation, group, renorm, groups
+        options = _options(x, options, True, activation, *of_call)
         return apply(x, weight, bias, scale, gamma, beta, state, options, dtype, residual)
     if dtype is not None:
         x, weight = cast(x, dtype), cast(weight, dtype)
     alone = residual is not None and residual.requires_grad and is_grad_enabled()  # it alone gets a gradient
     adds, of_y = (None, None) if alone else (residual, activation)
     arrays = x, weight, scale, bias, gamma, beta, *state, None, adds, None
-    y = forward_of(arrays, (*options, False, None, of_y, group, renorm, groups))
+    y = forward_of(arrays, _options(x, options, False, of_y, *of_call))
     return added(y, residual, activation) if alone else y
 
 
@@ -227,15 +227,20 @@ def call_in_sequence(x: Any, layers: list[Any]) -> Any:
     x is a matrix, and each layer has the arguments of `call` from the weight to the groups. Autograd needs the gradient
     of each weight.
     """
-    made: list[Any] = []
-    for *of_layer, state, options, activation, process_group, renorm, groups in layers:
-        group = None if process_group is None or not options[0] else group_of(process_group, x.device)
-        groups = groups if options[0] else 1
-        made.append((*of_layer, state, (*options, True, None, activation, group, renorm, groups)))
+    made = [(*layer[:6], _options(x, layer[6], True, *layer[7:])) for layer in layers]
     return apply_in_sequence(x, made, _dtype_of_autocast(x))
 
 
+def _options(
+    x: Any, options: Any, saves: bool, activation: Any, process_group: Any, renorm: Any, groups: int
+) -> tuple[Any, ...]:
+    """Return the options of `forward` for those of `call`. `saves`: a backward will follow."""
+    group = None if process_group is None or not options[0] else group_of(process_group, x.device)
+    return *options, saves, None, activation, group, renorm, groups if options[0] else 1
+
+
 def _dtype_of_autocast(x: Any) -> Any:
+    """Return autocast's dtype on x's device, or None; `cast` leaves float64 as it is."""
     device = "cuda" if x.is_cuda else "cpu"
     return get_autocast_dtype(device) if is_autocast_enabled(device) else None
 

@@ -103,9 +103,9 @@ def run(row: Row, x: Any, precision: Precision, residual: Any = None, in_place: 
 
     If there is a residual, it is added before the activation; `in_place`: by +=, as the forward does.
     """
-    linear, _, norm, after = row
-    is_one_call, factor = _is_one_call(row, x, precision)
-    if not is_one_call:
+    linear, scale, norm, after = row
+    factor = _factor(scale)
+    if not _is_one_call(row, factor, x, precision):
         for step in row[:3]:
             if step is not None:
                 x = x * step if step is factor else step(x)
@@ -132,25 +132,29 @@ def _layers(rows: tuple[Row, ...], x: Any, precision: Precision) -> list[Any] | 
     """Return the arguments of `call_in_sequence` for rows in sequence; None if it does not serve one of them."""
     found = []
     for row in rows:
-        linear, _, norm, after = row
-        is_one_call, factor = _is_one_call(row, x, precision)
-        if not is_one_call or not isinstance(linear, nn.Linear) or not linear._parameters["weight"].requires_grad:
+        linear, scale, norm, after = row
+        factor, activation = _factor(scale), _activation_of(after)
+        if not isinstance(linear, nn.Linear) or not _is_one_call(row, factor, x, precision):
             return None
-        activation, running = _activation_of(after), norm._buffers["running_mean"]
-        if (after is not None and activation is None) or running is None or not norm.track_running_stats:
+        if not linear._parameters["weight"].requires_grad or (after is not None and activation is None):
             return None
-        if running.requires_grad or norm._buffers["running_var"].requires_grad:
-            return None
+        running = norm._buffers["running_mean"], norm._buffers["running_var"]
+        if any(of is not None and of.requires_grad for of in running):
+            return None  # `call` raises
         found.append((linear, factor, norm, activation))
     return [arguments(*of_row, precision, "auto") for of_row in found]
 
 
-def _is_one_call(row: Row, x: Any, precision: Precision) -> tuple[bool, Any]:
-    """Return whether one call may replace the modules before the activation, and the factor of the scale."""
+def _factor(scale: Any) -> Any:
+    """Return the parameter by which a scale multiplies; None if there is no scale, or no such parameter."""
+    return scale._parameters.get("scale") if isinstance(scale, nn.Module) else scale
+
+
+def _is_one_call(row: Row, factor: Any, x: Any, precision: Precision) -> bool:
+    """Return whether one call may replace the modules before the activation. `factor` is that of the scale."""
     linear, scale, norm, _ = row
-    factor = scale._parameters.get("scale") if isinstance(scale, nn.Module) else scale
     replaced = scale is not None and factor is None  # pruning or a parametrization replaced the parameter
-    return not replaced and are_plain(x, linear, norm, precision) and _agree(x, linear, scale, factor), factor
+    return not replaced and are_plain(x, linear, norm, precision) and _agree(x, linear, scale, factor)
 
 
 def _activation_of(after: Any) -> Activation | None:

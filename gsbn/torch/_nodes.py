@@ -74,7 +74,12 @@ class _Layer(NamedTuple):
     weight: Any  # None if it is no cast
     deviations: Any
     vectors: Any
-    at: int
+    at: int  # the address of the deviations
+
+
+def _of_layer(i: int) -> slice:
+    """Return the places of layer i's weight, bias, scale, gamma and beta among the parameters of `_Sequence`."""
+    return slice(5 * i, 5 * i + 5)
 
 
 class _Sequence(Function):
@@ -89,12 +94,12 @@ class _Sequence(Function):
         needs_x, _, *needs = ctx.needs_input_grad
         ctx.layers, first, weights, y = [], None, [None] * len(calls), x
         for i, (state, options, dtype, weight, cast_weight, shared) in enumerate(calls):
-            of_layer = slice(5 * i, 5 * i + 5)
-            _, bias, scale, gamma, beta = parameters[of_layer]
+            _, bias, scale, gamma, beta = parameters[_of_layer(i)]
+            needs_weight, *others = needs[_of_layer(i)]
             of_call = state, options, dtype, weight, cast_weight
             y, saved, how, given = _forward(y, bias, scale, gamma, beta, None, *of_call)
-            kept_x, kept_weight = operands(saved, needs_x, needs[5 * i])
-            needs_x = needs_x or any(needs[of_layer])
+            kept_x, kept_weight = operands(saved, needs_x, needs_weight)
+            needs_x = needs_x or needs_weight or any(others)
             if kept_x is x:
                 first, kept_x = x, None
             if kept_weight is weight:
@@ -118,7 +123,8 @@ class _Sequence(Function):
             how, _, shared, x, weight, deviations, vectors, at = layers[i]
             if not kept:
                 layers[i] = None
-            of_layer, through = slice(5 * i, 5 * i + 5), needs_x or any(needs[: 5 * i])
+            of_layer = _of_layer(i)
+            through = needs_x or any(needs[: of_layer.start])
             how = how._replace(needs=needed_of((through, *needs[of_layer], False)))
             held = [weights[i] if weight is None else weight]
             x, weight, how = first if i == 0 and x is None else x, None, in_place(how, dy, deviations, at)
@@ -247,13 +253,13 @@ def apply_in_sequence(x: Any, layers: list[Any], dtype: Any) -> Any:
     """
     for together in _in_nodes(x, layers, dtype):
         if len(together) == 1:
-            of_layer = *together[0], dtype, None
+            _, layer = together[0]
+            of_layer = *layer, dtype, None
             x = apply(x, *of_layer)
             continue
         calls: list[Any] = []
         parameters: list[Any] = []
-        for weight, *vectors, state, options in together:
-            whole = _takes_whole(x.shape[0], weight, options, dtype or x.dtype)
+        for whole, (weight, *vectors, state, options) in together:
             of_autograd, more = _more(x.shape[0], weight, state, options, dtype, whole)
             calls.append(more)
             parameters += of_autograd, *vectors
@@ -261,24 +267,25 @@ def apply_in_sequence(x: Any, layers: list[Any], dtype: Any) -> Any:
     return x
 
 
-def _in_nodes(x: Any, layers: list[Any], dtype: Any) -> Iterator[list[Any]]:
-    """Yield layers in sequence that share a node, or a layer that has one or two of its own.
+def _in_nodes(x: Any, layers: list[Any], dtype: Any) -> Iterator[list[tuple[bool, Any]]]:
+    """Yield layers in sequence that share a node, or a layer that has one or two of its own; with `_takes_whole`.
 
     A node makes all its gradients before autograd adds the first one to another, or frees it. So weights have at most
     _MOST elements besides the largest one; four times as many under autocast, where calls of a weight share a gradient.
     """
     most, alone = _MOST if dtype is None else 4 * _MOST, saves_by_hooks()  # hooks shall see what each layer saves
-    together: list[Any] = []
+    together: list[tuple[bool, Any]] = []
     elements: list[int] = []
     joins = False
     for layer in layers:
         weight, options, joined = layer[0], layer[-1], joins
-        joins = not alone and (_is_small(x, weight) or _takes_whole(x.shape[0], weight, options, dtype or x.dtype))
+        whole = _takes_whole(x.shape[0], weight, options, dtype or x.dtype)
+        joins = not alone and (whole or _is_small(x, weight))
         elements.append(weight.numel())
         if together and not (joined and joins and sum(elements) - max(elements) <= most):
             yield together
             together, elements = [], elements[-1:]
-        together.append(layer)
+        together.append((whole, layer))
     yield together
 
 
@@ -306,7 +313,7 @@ def _forward(
 def _gradients(
     how: How, shared: SharedGradient | None, dy: Any, x: Any, held: list[Any], deviations: Any, vectors: Any, kept: Any
 ) -> Any:
-    """Return all gradients, that of the residual last. The weight is taken out of `held`.
+    """Return all gradients, that of the residual last. The weight is taken out of `held`, so that nobody else holds it.
 
     If x and weight were cast, autograd casts their gradients to the dtypes of the arguments.
     """

@@ -37,7 +37,7 @@ def added(u: Any, residual: Any, activation: Any) -> Any:
         y = u + residual
         return y if activation is None else apply(y, activation)
     if is_grad_enabled() and (u.requires_grad or residual.requires_grad):
-        made = super(Function, _Residual).apply(u, residual, activation)  # as _apply_of in _function.py
+        made = super(Function, _Residual).apply(u, residual, activation)  # as _apply_of in _nodes.py
         return made[0] if isinstance(made, tuple) else made
     add_and_activate(u.flatten(1), residual.flatten(1), activation, keeps=False)  # in u's memory
     return u

@@ -25,7 +25,7 @@ def rows_of(x: Any, dtype: Any = None) -> Any:
         return cast(x, dtype).movedim(1, -1).reshape(n * prod(sizes), features)
     x = x.view(n, features, prod(sizes))
     differentiable = is_grad_enabled() and x.requires_grad
-    apply: Any = super(Function, _Transpose).apply if differentiable else transpose  # as _apply_of in _function.py
+    apply: Any = super(Function, _Transpose).apply if differentiable else transpose  # as _apply_of in _nodes.py
     rows = apply(x, dtype)
     return rows.view(n * prod(sizes), features)
 

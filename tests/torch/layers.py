@@ -74,6 +74,22 @@ def assert_same(found: list[Any], wanted: list[Any], close: float = 1e-10) -> No
         torch.testing.assert_close(a, b, rtol=close, atol=close)
 
 
+def assert_replay_is_a_step(step: Callable[[], Any]) -> None:
+    """A replay of a step's CUDA graph writes the bits that a step returns."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which makes what the step reads
+    with torch.cuda.stream(side):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for array in found:
+        array.fill_(float("nan"))
+    graph.replay()
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
 def replayed(step: Callable[[], torch.Tensor]) -> torch.Tensor:
     """A copy of what ``step`` returned in a capture, after one replay."""
     stream = torch.cuda.Stream()

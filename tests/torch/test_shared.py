@@ -13,6 +13,7 @@ from torch.autograd import Function  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, _nodes, linear_batch_norm  # noqa: E402
 from gsbn.torch._autograd import shaped  # noqa: E402
 from gsbn.torch._shared import SharedGradient, _Sum  # noqa: E402
+from tests.torch.layers import assert_replay_is_a_step  # noqa: E402
 
 # ---- what the calls leave, on any device
 
@@ -306,18 +307,7 @@ def test_two_views_in_a_cuda_graph() -> None:
     def step() -> Any:
         return torch.autograd.grad(outputs(layer, xs), list(layer.parameters()), dys)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # which makes xs and dys
-    with torch.cuda.stream(side):
-        expected = step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    for array in found:
-        array.fill_(float("nan"))
-    graph.replay()
-    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+    assert_replay_is_a_step(step)
 
 
 @pytest.mark.gpu
