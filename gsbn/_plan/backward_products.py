@@ -20,7 +20,7 @@ from .gemm import (
     tiled,
 )
 from .h200_products import PRODUCTS
-from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
+from .limbs import OF_ROWS, SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .products import Limbs, reduce_split_k, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program
@@ -35,6 +35,7 @@ from .variants import SPLIT_WIDTHS, TALL_THREADS
 # 0.15.
 LEAST_GAIN = 1.1
 LEAST_GAIN_16 = 1.05  # the same for a GEMM in 16 bits, where the models of the two err by 0.09 and 0.13
+LATE = 2**21  # x has limbs of so many elements: a launch later is worth the memory that it saves
 FILL = 0.94  # forward_sm90 beats cuBLAS if its largest tiles fill this part of several waves (docs/history/backward.md)
 
 
@@ -198,7 +199,7 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
     - If only dx needs limbs and there are more rows than input features, dw comes first. dg's limbs then overwrite dg,
       and only the weight's limbs need room.
     - If dx's launch makes the weight's limbs in registers, it needs only the limbs of dg.
-    - If dg is not the call's `own`, it is not overwritten, and all limbs have room of their own.
+    - If dg is not the call's `own`, it is not overwritten. x's limbs, if they are many, overwrite those for dx instead.
     """
     dx_of_limbs, dw_of_limbs = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
     of_both = dx is not None and dx.one is not None and dx.one.element == "limbs"
@@ -225,9 +226,13 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
     elif dw_of_limbs is not None:
         wanted.append(split_of("dg", dw_of_limbs.x, dw_of_limbs.m, dw_of_limbs.k))
     if dw_of_limbs is not None:
-        late = own and dw_of_limbs.n * limb_pitch(dw_of_limbs.k) <= dw_of_limbs.k * dw_of_limbs.x.strides[1]
-        x = split_of("x", dw_of_limbs.w, dw_of_limbs.n, dw_of_limbs.k, "dg" if late else SCRATCH)
-        wanted.append(x._replace(late=late))
+        of_x = dw_of_limbs.n * limb_pitch(dw_of_limbs.k)
+        if own:
+            late = of_x <= dw_of_limbs.k * dw_of_limbs.x.strides[1]
+        else:
+            late = dx_of_limbs is not None and LATE <= of_x <= dx_of_limbs.m * limb_pitch(dx_of_limbs.k)
+        at = SCRATCH if not late else "dg" if own else OF_ROWS
+        wanted.append(split_of("x", dw_of_limbs.w, dw_of_limbs.n, dw_of_limbs.k, at)._replace(late=late))
     return lay_out(wanted, start), weight_first
 
 

@@ -22,7 +22,10 @@ def whole(saved: gsbn.Saved) -> How:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(64, 512, 256), (1000, 264, 520), (4096, 256, 128), (300, 100, 77), (16, 64, 64)])
+@pytest.mark.parametrize(
+    "shape",  # the last: limbs of x lie over those for dx
+    [(64, 512, 256), (1000, 264, 520), (4096, 256, 128), (300, 100, 77), (16, 64, 64), (2048, 1024, 1280)],
+)
 def test_give_the_bits_of_the_whole_backward(
     shape: tuple[int, int, int], dtype: str, activation: str | None, training: bool
 ) -> None:

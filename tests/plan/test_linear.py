@@ -13,7 +13,7 @@ from gsbn._plan.copies import vector_rows
 from gsbn._plan.gemm import CUBLAS_SMS
 from gsbn._plan.program import Launch
 from gsbn._plan.variants import activate
-from tests.plan.fits import ARGUMENTS, contiguous, known, largest_grid, problems
+from tests.plan.fits import ARGUMENTS, H200, assert_limbs_fit, contiguous, known, largest_grid, problems
 from tests.plan.seen import assert_steps_fit, backward_plan, plan
 
 
@@ -97,6 +97,19 @@ def test_the_last_layer_of_a_head_makes_limbs_of_dy_once() -> None:
     options = {"training": False, "identity": True, "activation": None}
     found = backward_plan(p, needs=("x", "weight", "bias"), **options).program
     names = [launch.kernel.name for launch in found.launches()]
-    assert names.count("forward_sm90") == 2 and names.count("split_tiles") == 1
+    assert names.count("forward_sm90") == 2
+    of = [{launch.passed[name] for name in "abc"} - {"absent"} for launch in found.launches("split_tiles")]
+    assert of == [{"dy", "weight"}, {"x"}]
     alone = backward_plan(p, needs=("x", "weight"), **options).program
     assert not [launch for launch in alone.launches() if launch.kernel.name.startswith("backward_")]
+
+
+def test_limbs_of_x_lie_over_those_for_dx_if_they_are_many() -> None:
+    """x's limbs, 64 MiB, take no memory of their own if dg belongs to autograd."""
+    options = {"training": True, "needs": ("x", "weight"), "norm": False}
+    limbs = 4 * 2048 * 8192
+    large = backward_plan(contiguous(2048, 8192, 8192, "float32"), **options)
+    assert 2 * limbs < large.workspace < 2 * limbs + 2**20
+    assert_limbs_fit(large.limbs, H200, 0, {"dweight": 4 * 8192 * 8192})
+    small = backward_plan(contiguous(512, 2048, 2048, "float32"), **options)
+    assert len(small.program.launches("split_tiles")) == 1
