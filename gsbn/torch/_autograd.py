@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import is_grad_enabled
+from torch.autograd import Function
 
 from .._arrays.kinds import Kind, kind_of
 from .._backward import How
@@ -80,6 +83,60 @@ def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     if how.training and own and deviations.dtype is dy.dtype and not keeps_graph():
         return how._replace(in_place=True)
     return how
+
+
+_COUNTS = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+def holders(gradient: Any) -> tuple[int, ...] | None:
+    """Return how many hold a tensor and its memory, each in Python and in C++; None if this PyTorch cannot tell.
+
+    The caller itself counts, so compare it with `holders_of_own`, which counts in a backward, too.
+    """
+    if not _COUNTS:
+        return None
+    memory = gradient.untyped_storage()
+    in_python = getrefcount(gradient), getrefcount(memory)
+    return *in_python, gradient._use_count(), torch._C._storage_Use_Count(memory._cdata)
+
+
+class _Made(Function):
+    """A node whose backward makes a gradient, as the first half of a backward does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        return torch.zeros_like(dy)
+
+
+class _Counted(Function):
+    """A node whose backward counts who holds its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, found: list[Any]) -> Any:
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dg: Any) -> Any:
+        ctx.found.append(holders(dg))
+        return None, None
+
+
+@cache
+def holders_of_own() -> tuple[int, ...] | None:
+    """Return `holders` of a gradient that a node's backward made and only the next node has.
+
+    Versions of PyTorch and Python differ.
+    """
+    found: list[tuple[int, ...] | None] = []
+    with torch.enable_grad():
+        y = _Made.apply(_Counted.apply(torch.zeros(1, device="cpu", requires_grad=True), found))
+        y.backward(torch.zeros(1, device="cpu"))
+    return found[0]
 
 
 def operands(saved: Saved, needs_x: bool, needs_weight: bool) -> tuple[Any, Any]:

@@ -17,6 +17,8 @@ from ._autograd import (
     cast,
     drop_given,
     goes_again,
+    holders,
+    holders_of_own,
     in_place,
     keeps_graph,
     needed_of,
@@ -158,9 +160,11 @@ class _Linear(Function):
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         drop_given(ctx)
-        dg = dg.resolve_neg()
         if not how.wide:
-            return *products(how, dg, *ctx.saved_tensors), None, None, None
+            counts = holders(dg)  # a hook may keep dg, for instance
+            how = how._replace(owns_dg=counts is not None and counts == holders_of_own() and dg.is_contiguous())
+            return *products(how, dg.resolve_neg(), *ctx.saved_tensors), None, None, None
+        dg = dg.resolve_neg()
         # Free the cast weight before making dweight, which has twice as many bytes.
         dx = dweight = None
         if needs_x:
