@@ -359,7 +359,7 @@ def test_it_is_known_whether_another_holds_a_gradient(what: str, device: str) ->
     y = _Made.apply(between)
     y.grad_fn.next_functions[0][0].register_prehook(lambda grads: kept.append(KEPT[what](grads[0])))
     y.backward(torch.ones_like(y))
-    assert seen == [what == "nothing"]
+    assert seen == [what == "nothing" and holders_of_own() is not None]  # None: this PyTorch cannot tell
 
 
 def test_a_gradient_that_is_returned_is_held(device: str) -> None:
@@ -369,7 +369,7 @@ def test_a_gradient_that_is_returned_is_held(device: str) -> None:
     edge = torch.autograd.graph.GradientEdge(y.grad_fn.next_functions[0][0], 0)
     torch.autograd.grad(y.sum(), (x, edge), retain_graph=True)
     torch.autograd.grad(y.sum(), x)
-    assert seen == [False, True]
+    assert seen == [False, holders_of_own() is not None]
 
 
 @pytest.mark.gpu
