@@ -247,7 +247,7 @@ class _Backward:
         of_dg = p.m * chosen.pitch * size if chosen.dg and asked.linear and not asked.in_place else 0
         transposed = round_up(dg + (of_dg if chosen.skinny is None else chosen.skinny.partials.nbytes), 256)
         start = round_up(transposed + p.n * chosen.ld_transposed * size, 256)
-        own = chosen.dg or (asked.owns_dg and not asked.norm)
+        own = chosen.dg or asked.owns_dg
         limbs, weight_first = split_limbs_of(chosen.dx, chosen.dw, start, own=own)
         ghost_gradients = limbs.end + (8 * p.n if self.one_scale else 0)
         workspace = ghost_gradients + (8 * len(VECTOR_PARAMETERS) * self.flat.n if asked.groups > 1 else 0)

@@ -20,10 +20,10 @@ from .gemm import (
     tiled,
 )
 from .h200_products import PRODUCTS
-from .limbs import OF_ROWS, SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
+from .limbs import FOR_DX, SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .products import Limbs, reduce_split_k, sm90_gemm
-from .program import ABSENT, Builder, Copy, Program
+from .program import ABSENT, Builder, Copy, Program, place
 from .skinny import for_skinny, skinny_product_for
 from .sm90_tiles import Tile, cheapest_tile, is_mn_major
 from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
@@ -35,7 +35,7 @@ from .variants import SPLIT_WIDTHS, TALL_THREADS
 # 0.15.
 LEAST_GAIN = 1.1
 LEAST_GAIN_16 = 1.05  # the same for a GEMM in 16 bits, where the models of the two err by 0.09 and 0.13
-LATE = 2**21  # x has limbs of so many elements: a launch later is worth the memory that it saves
+LATE = 2**21  # from so many elements on, limbs of x in a launch of their own are worth the memory that this saves
 FILL = 0.94  # forward_sm90 beats cuBLAS if its largest tiles fill this part of several waves (docs/history/backward.md)
 
 
@@ -68,6 +68,8 @@ def multiply_both(
     their memory. `weight_first`: dweight is computed first. `cleared`: an earlier step clears the maxima.
     """
     of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
+    if dx is not None and dx.of_limbs and isinstance(for_dx := splits.operand("dg", dx.p.x).limbs, int):
+        of_limbs[FOR_DX] = place(for_dx)
     limbs = Limbs(build, splits, of_limbs, cleared=cleared)
 
     of_dw = names["transposed"], names["x"], names["dweight"]
@@ -231,7 +233,7 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
             late = of_x <= dw_of_limbs.k * dw_of_limbs.x.strides[1]
         else:
             late = dx_of_limbs is not None and LATE <= of_x <= dx_of_limbs.m * limb_pitch(dx_of_limbs.k)
-        at = SCRATCH if not late else "dg" if own else OF_ROWS
+        at = SCRATCH if not late else "dg" if own else FOR_DX
         wanted.append(split_of("x", dw_of_limbs.w, dw_of_limbs.n, dw_of_limbs.k, at)._replace(late=late))
     return lay_out(wanted, start), weight_first
 

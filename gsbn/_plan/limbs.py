@@ -14,7 +14,7 @@ SPAN = Constants("split_limbs.cu", {})["SPAN"]  # elements of a row whose limbs 
 AT_ONCE = 3  # matrices in a launch of take_maxima or split_tiles
 Place = int | str  # an offset in the workspace in bytes, or the name of other memory
 SCRATCH = "scratch"  # anywhere in the workspace
-OF_ROWS = "limbs of rows"  # where the matrix before it in the list has the limbs of its rows
+FOR_DX = "dg's limbs for dx"  # where these lie in the workspace
 
 
 class Operand(NamedTuple):
@@ -81,7 +81,7 @@ def split_of(name: str, at: Matrix, count: int, k: int, place: Place = SCRATCH) 
 
 def lay_out(wanted: Iterable[Split], start: int) -> Splits:
     """Find room from offset `start` on for maxima, exponents, and limbs that have no other place."""
-    splits, of = list(wanted), list[Split]()
+    splits = list(wanted)
     words = sum(_words(split.k_major, split.rows) + _words(split.mn_major, split.columns) for split in splits)
     exponents, end = start + words, start + 2 * words
     at = exponents
@@ -90,18 +90,16 @@ def lay_out(wanted: Iterable[Split], start: int) -> Splits:
         nonlocal at, end
         if operand is None:
             return None
-        limbs = end if operand.limbs == SCRATCH else operand.limbs
-        if operand.limbs == OF_ROWS and (ahead := of[-1].k_major) is not None:
-            limbs = ahead.limbs
-        found = operand._replace(exponents=at, limbs=limbs)
+        found = operand._replace(exponents=at, limbs=end if operand.limbs == SCRATCH else operand.limbs)
         at += _words(operand, count)
         end += round_up(4 * count * operand.pitch, 256) if operand.limbs == SCRATCH else 0
         return found
 
-    for split in splits:
-        k_major, mn_major = placed(split.k_major, split.rows), placed(split.mn_major, split.columns)
-        of.append(split._replace(k_major=k_major, mn_major=mn_major))
-    return Splits(tuple(of), start, exponents, end)
+    of = tuple(
+        split._replace(k_major=placed(split.k_major, split.rows), mn_major=placed(split.mn_major, split.columns))
+        for split in splits
+    )
+    return Splits(of, start, exponents, end)
 
 
 def _words(operand: Operand | None, count: int) -> int:

@@ -85,23 +85,18 @@ def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     return how
 
 
-_COUNTS = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+def holders(gradient: Any) -> tuple[int, ...]:
+    """Return how many hold a node's gradient and its memory, each in Python and in C++.
 
-
-def holders(gradient: Any) -> tuple[int, ...] | None:
-    """Return how many hold a tensor and its memory, each in Python and in C++; None if this PyTorch cannot tell.
-
-    The caller itself counts, so compare it with `holders_of_own`, which counts in a backward, too.
+    The node itself is among them: compare with `holders_if_alone`, and ask that first.
     """
-    if not _COUNTS:
-        return None
     memory = gradient.untyped_storage()
     in_python = getrefcount(gradient), getrefcount(memory)
     return *in_python, gradient._use_count(), torch._C._storage_Use_Count(memory._cdata)
 
 
 class _Made(Function):
-    """A node whose backward makes a gradient, as the first half of a backward does."""
+    """A node whose backward makes a new gradient, as that of `_Norm` does."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -113,7 +108,7 @@ class _Made(Function):
 
 
 class _Counted(Function):
-    """A node whose backward counts who holds its gradient."""
+    """A node whose backward counts who holds its gradient, as that of `_Linear` does."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, found: list[Any]) -> Any:
@@ -127,12 +122,14 @@ class _Counted(Function):
 
 
 @cache
-def holders_of_own() -> tuple[int, ...] | None:
-    """Return `holders` of a gradient that a node's backward made and only the next node has.
+def holders_if_alone() -> tuple[int, ...] | None:
+    """Return the `holders` of a gradient that nobody but its node holds; None if this PyTorch cannot tell.
 
-    Versions of PyTorch and Python differ.
+    They differ between versions of PyTorch and Python, so they are counted once.
     """
-    found: list[tuple[int, ...] | None] = []
+    if not (hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
+        return None
+    found: list[tuple[int, ...]] = []
     with torch.enable_grad():
         y = _Made.apply(_Counted.apply(torch.zeros(1, device="cpu", requires_grad=True), found))
         y.backward(torch.zeros(1, device="cpu"))

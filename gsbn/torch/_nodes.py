@@ -18,7 +18,7 @@ from ._autograd import (
     drop_given,
     goes_again,
     holders,
-    holders_of_own,
+    holders_if_alone,
     in_place,
     keeps_graph,
     needed_of,
@@ -161,8 +161,8 @@ class _Linear(Function):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         drop_given(ctx)
         if not how.wide:
-            counts = holders(dg)  # a hook may keep dg, for instance
-            how = how._replace(owns_dg=counts is not None and counts == holders_of_own() and dg.is_contiguous())
+            alone = holders_if_alone()  # a hook may keep dg, for instance
+            how = how._replace(owns_dg=alone is not None and holders(dg) == alone and dg.is_contiguous())
             return *products(how, dg.resolve_neg(), *ctx.saved_tensors), None, None, None
         dg = dg.resolve_neg()
         # Free the cast weight before making dweight, which has twice as many bytes.

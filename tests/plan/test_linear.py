@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gsbn._plan import ITEMSIZE, Matmul, Matrix, place_of_u, then_activate
 from gsbn._plan.copies import vector_rows
 from gsbn._plan.gemm import CUBLAS_SMS
+from gsbn._plan.limbs import FOR_DX
 from gsbn._plan.program import Launch
 from gsbn._plan.variants import activate
 from tests.plan.fits import ARGUMENTS, H200, assert_limbs_fit, contiguous, known, largest_grid, problems
@@ -110,6 +111,9 @@ def test_limbs_of_x_lie_over_those_for_dx_if_they_are_many() -> None:
     limbs = 4 * 2048 * 8192
     large = backward_plan(contiguous(2048, 8192, 8192, "float32"), **options)
     assert 2 * limbs < large.workspace < 2 * limbs + 2**20
-    assert_limbs_fit(large.limbs, H200, 0, {"dweight": 4 * 8192 * 8192})
+    assert_limbs_fit(large.limbs, H200, 0, {"dweight": 4 * 8192 * 8192, FOR_DX: limbs})
+    made, late = large.program.launches("split_tiles")
+    of_dg = next(name for name in "abc" if made.passed[name] == "dy")
+    assert late.passed["a_transposed"] == made.passed[f"{of_dg}_limbs"]
     small = backward_plan(contiguous(512, 2048, 2048, "float32"), **options)
     assert len(small.program.launches("split_tiles")) == 1
