@@ -168,7 +168,6 @@ class How(NamedTuple):
     identity: bool = False  # the layer is `gsbn.linear`: y takes the place of the deviations
     groups: int = 1  # the number of ghost batches
     residual_activation: Any = None  # the activation after a residual, whose gradient follows from `kept`
-    owns_dg: bool = False  # nobody else holds the dg that the second half gets, so its limbs may overwrite it
 
     @classmethod
     def of(cls, saved: Saved, needs: tuple[str, ...], sms: int | None = None, *, wide: bool = False) -> How:
@@ -176,9 +175,9 @@ class How(NamedTuple):
         _, _, _, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups, adds, _ = saved
         of_y, residual_activation = (None, activation) if adds else (activation, None)
         of_call = training, precision, gemm, dtypes, of_y, scale_shape, group, needs, sms
-        norm, linear, in_place, identity, owns_dg = True, True, False, vectors is None, False
+        norm, linear, in_place, identity = True, True, False, vectors is None
         # quicker than the constructor
-        return cls._make((*of_call, norm, linear, wide, in_place, identity, groups, residual_activation, owns_dg))
+        return cls._make((*of_call, norm, linear, wide, in_place, identity, groups, residual_activation))
 
     def saved(self, x: Any, weight: Any, deviations: Any, vectors: Any) -> Saved:
         """The Saved of these arrays, without torch's counts of their changes."""
@@ -288,7 +287,6 @@ def _program(
         linear=how.linear,
         wide=how.wide,
         in_place=how.in_place,
-        owns_dg=how.owns_dg,
         ranks=ranks,
         identity=how.identity,
         renorm=_has_rows(vectors, _plan.RENORM_ROWS),

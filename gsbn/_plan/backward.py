@@ -46,8 +46,8 @@ class Asked(NamedTuple):
     """What the caller asks of a backward.
 
     A call has two stages, and may skip one. `norm` computes dg and the gradients of vectors from dy. `linear` computes
-    the two products from dg. Without `norm`, the caller gives dg in place of dy. The call overwrites it only with
-    `owns_dg`, and copies it if its rows do not start on 16 bytes.
+    the two products from dg. Without `norm`, the caller gives dg in place of dy. The call does not overwrite it, and
+    copies it if its rows do not start on 16 bytes.
     """
 
     training: bool
@@ -60,7 +60,6 @@ class Asked(NamedTuple):
     linear: bool = True
     wide: bool = False  # dw is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations
-    owns_dg: bool = False  # without `norm`: limbs may overwrite dg
     renorm: bool = False  # the forward used batch renormalisation
     remat: bool = False  # the forward stored no deviations: g is computed again
     groups: int = 1  # how many ghost batches there are
@@ -247,8 +246,7 @@ class _Backward:
         of_dg = p.m * chosen.pitch * size if chosen.dg and asked.linear and not asked.in_place else 0
         transposed = round_up(dg + (of_dg if chosen.skinny is None else chosen.skinny.partials.nbytes), 256)
         start = round_up(transposed + p.n * chosen.ld_transposed * size, 256)
-        own = chosen.dg or asked.owns_dg
-        limbs, weight_first = split_limbs_of(chosen.dx, chosen.dw, start, own=own)
+        limbs, weight_first = split_limbs_of(chosen.dx, chosen.dw, start, own=chosen.dg)
         ghost_gradients = limbs.end + (8 * p.n if self.one_scale else 0)
         workspace = ghost_gradients + (8 * len(VECTOR_PARAMETERS) * self.flat.n if asked.groups > 1 else 0)
         posts = letters(p.n, posts)

@@ -201,7 +201,7 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
     - If only dx needs limbs and there are more rows than input features, dw comes first. dg's limbs then overwrite dg,
       and only the weight's limbs need room.
     - If dx's launch makes the weight's limbs in registers, it needs only the limbs of dg.
-    - If dg is not the call's `own`, it is not overwritten. x's limbs, if they are many, overwrite those for dx instead.
+    - If dg is not the call's `own`, it is not overwritten. x's limbs, if they are many, overwrite dg's limbs for dx.
     """
     dx_of_limbs, dw_of_limbs = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
     of_both = dx is not None and dx.one is not None and dx.one.element == "limbs"

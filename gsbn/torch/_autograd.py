@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
-from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import is_grad_enabled
-from torch.autograd import Function
 
 from .._arrays.kinds import Kind, kind_of
 from .._backward import How
@@ -83,57 +80,6 @@ def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     if how.training and own and deviations.dtype is dy.dtype and not keeps_graph():
         return how._replace(in_place=True)
     return how
-
-
-def holders(gradient: Any) -> tuple[int, ...]:
-    """Return how many hold a node's gradient and its memory, each in Python and in C++.
-
-    The node itself is among them: compare with `holders_if_alone`, and ask that first.
-    """
-    memory = gradient.untyped_storage()
-    in_python = getrefcount(gradient), getrefcount(memory)
-    return *in_python, gradient._use_count(), torch._C._storage_Use_Count(memory._cdata)
-
-
-class _Made(Function):
-    """A node whose backward makes a new gradient, as that of `_Norm` does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        return torch.zeros_like(dy)
-
-
-class _Counted(Function):
-    """A node whose backward counts who holds its gradient, as that of `_Linear` does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, found: list[Any]) -> Any:
-        ctx.found = found
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dg: Any) -> Any:
-        ctx.found.append(holders(dg))
-        return None, None
-
-
-@cache
-def holders_if_alone() -> tuple[int, ...] | None:
-    """Return the `holders` of a gradient that nobody but its node holds; None if this PyTorch cannot tell.
-
-    They differ between versions of PyTorch and Python, so they are counted once.
-    """
-    if not (hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
-        return None
-    found: list[tuple[int, ...]] = []
-    with torch.enable_grad():
-        y = _Made.apply(_Counted.apply(torch.zeros(1, device="cpu", requires_grad=True), found))
-        y.backward(torch.zeros(1, device="cpu"))
-    return found[0]
 
 
 def operands(saved: Saved, needs_x: bool, needs_weight: bool) -> tuple[Any, Any]:

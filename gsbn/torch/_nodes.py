@@ -17,8 +17,6 @@ from ._autograd import (
     cast,
     drop_given,
     goes_again,
-    holders,
-    holders_if_alone,
     in_place,
     keeps_graph,
     needed_of,
@@ -160,11 +158,9 @@ class _Linear(Function):
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         drop_given(ctx)
-        if not how.wide:
-            alone = holders_if_alone()  # a hook may keep dg, for instance
-            how = how._replace(owns_dg=alone is not None and holders(dg) == alone and dg.is_contiguous())
-            return *products(how, dg.resolve_neg(), *ctx.saved_tensors), None, None, None
         dg = dg.resolve_neg()
+        if not how.wide:
+            return *products(how, dg, *ctx.saved_tensors), None, None, None
         # Free the cast weight before making dweight, which has twice as many bytes.
         dx = dweight = None
         if needs_x:
