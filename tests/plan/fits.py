@@ -14,7 +14,7 @@ from gsbn._plan.declared import flags
 from gsbn._plan.forward import PREPARED
 from gsbn._plan.forward_passes import STATS_GROUP
 from gsbn._plan.gemm import LEAST_TERMS
-from gsbn._plan.limbs import AT_ONCE, Splits, maxima_grid, split_grid, tiles_grid
+from gsbn._plan.limbs import AT_ONCE, FOR_DX, Splits, maxima_grid, split_grid, tiles_grid
 from gsbn._plan.problem import VECTORS
 from gsbn._plan.program import Launch
 from gsbn._plan.sm90_variants import MODES
@@ -258,6 +258,7 @@ def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int
         for operand in (split.k_major, split.mn_major):
             if operand is not None and operand.limbs == "dg":
                 assert split.late or (split.name == "dg" and operand is split.k_major and operand.pitch == split.pitch)
+            assert operand is None or operand.limbs != FOR_DX or split.late
 
 
 def assert_dg_is_read_before_limbs_lie_there(decided: Backward) -> None:

@@ -320,7 +320,7 @@ def test_a_scripted_model_is_not_converted() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 2048, 2048), (2048, 1024, 8192), (8192, 4096, 1024)], ids=str)
 def test_a_gradient_of_autograds_is_not_written(hopper: None, shape: tuple[int, int, int]) -> None:
-    """A gradient between the two nodes that a hook or retain_grad keeps is not overwritten."""
+    """A gradient between the two nodes that a hook keeps is not overwritten."""
     rows, inputs, features = shape
     torch.manual_seed(0)
     layer = LinearBatchNorm1d(inputs, features, device="cuda")
