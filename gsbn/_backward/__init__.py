@@ -2,9 +2,9 @@
 
 from .activate import before_kept as before_kept
 from .backward import BACKWARD as BACKWARD
-from .backward import BACKWARD_CHANNELS_FIRST as BACKWARD_CHANNELS_FIRST
 from .backward import How as How
 from .backward import backward as backward
 from .backward import backward_of as backward_of
 from .backward import backward_within as backward_within
 from .backward import run as run
+from .backward import run_channels_first as run_channels_first

@@ -398,3 +398,10 @@ BACKWARD_CHANNELS_FIRST = replace(
     within=lambda options, held: (BACKWARD.within(options[0], held), options[1]),
     before=None,
 )
+
+
+def run_channels_first(kind: Kind, arrays: Arrays, how: How, length: int, limits: _plan.Limits = ANY) -> list[Any]:
+    """Compute on the GPU as `run` does, of samples of this length. Returns the gradients alone."""
+    found, made = run_on_gpu(BACKWARD_CHANNELS_FIRST, kind, arrays, (how, length), limits=limits)
+    assert found is not None
+    return found.returned(made)

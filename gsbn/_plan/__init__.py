@@ -12,6 +12,7 @@ from .activate import plan_transpose as plan_transpose
 from .activate import then_activate as then_activate
 from .backward import plan_backward as plan_backward
 from .channels_first import LEAST_LENGTH as LEAST_LENGTH
+from .channels_first import MOST_ROWS as MOST_ROWS
 from .channels_first import channels_first_obstacle as channels_first_obstacle
 from .channels_first import plan_backward_channels_first as plan_backward_channels_first
 from .channels_first import plan_forward_channels_first as plan_forward_channels_first

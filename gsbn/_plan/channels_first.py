@@ -31,21 +31,25 @@ from .tensor_maps import L2_256B, L2_NONE
 from .variants import THREADS, channels_backward, column_sums
 
 LEAST_LENGTH = 64  # the least rows of a sample: tiles of shorter samples would be more than half empty
+MOST_ROWS = INT32_MAX // 2
 WORD = 8  # elements in 16 bytes
 WORDS_AT_ONCE = Constants("channels_backward.cu", {})["AT_ONCE"] * THREADS  # words in flight in a CTA of channel_sums
 ITEMS = 8  # items of work per SM in channel_sums and channel_dg: two or three times what is resident at once
 TILE_ELEMENTS = 16384  # the fixed costs of a tile, as the number of elements that a CTA moves in that time
 
 
-def channels_first_obstacle(dtype: str, m: int, n: int, k: int, length: int, device: Device) -> str | None:
-    """Return why these kernels cannot serve a layer of k inputs and n features or its backward; None if they can."""
+def channels_first_obstacle(dtype: str, n: int, k: int, length: int, device: Device) -> str | None:
+    """Return why these kernels cannot serve a layer of k inputs and n features or its backward; None if they can.
+
+    They take any number of samples, up to MOST_ROWS rows.
+    """
     if not device.hopper:
         return NOT_HOPPER
     if dtype not in ("float16", "bfloat16"):
         return "it has 16 bits only"
     if length < LEAST_LENGTH or length % WORD:
         return f"TMA takes samples of {WORD}, {2 * WORD}, ... rows, from {LEAST_LENGTH} on"
-    if max(m, n, k) > INT32_MAX // 2 or max(n, k) * length * ITEMSIZE[dtype] >= 2**40:
+    if max(length, n, k) > MOST_ROWS or max(n, k) * length * ITEMSIZE[dtype] >= 2**40:
         return TOO_LARGE
     if k > MAX_TERMS[dtype] or n > MAX_TERMS[dtype]:  # dx has sums of n terms
         return f"beyond {MAX_TERMS[dtype]} features its sums lose digits"

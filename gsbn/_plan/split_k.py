@@ -15,6 +15,7 @@ from .sources import Constants, Kernel
 from .variants import TALL_SIDE, THREADS, reduce_split_k, tall_product
 
 SHARE = 8  # the most threads that add up one element
+RESIDENT = 2  # CTAs of reduce_split_k on an SM
 BLOCK_K = Constants("tall_product.cu", {})["BLOCK_K"]  # rows that a CTA takes at a time
 TALL_LEAST_ROWS = 2048  # with fewer, the partial products have as many bytes as dg and x
 
@@ -35,8 +36,14 @@ class SplitKReduction(NamedTuple):
 
 
 def split_k_reduction(number: int, rows: int, pitch: int, device: Device) -> SplitKReduction:
-    """Return the reduction of `number` partial products of `rows` rows each."""
-    share = min(SHARE, 1 << (number.bit_length() - 1))
+    """Return the reduction of `number` partial products of `rows` rows each.
+
+    Threads share elements as long as all CTAs are resident at once. More sharing would only leave each thread fewer
+    loads in flight.
+    """
+    share, ctas = 1, ceil_div(rows * pitch // 4, THREADS)
+    while 2 * share <= min(SHARE, number) and 2 * share * ctas <= RESIDENT * device.sms:
+        share *= 2
     grid = device.grid(ceil_div(rows * pitch // 4 * share, THREADS))
     return SplitKReduction(reduce_split_k(), grid, number, rows * pitch, pitch, share)
 

@@ -176,7 +176,8 @@ def call(
         vectors = bias, gamma, beta
         if scale is None and alone and not in_rows(x):
             way = way_of(x, weight, vectors, options)
-            if way == IN_PLACE or (way == COPIES and conv):  # y of a Linear need not be contiguous: one copy less
+            # y of a Linear need not be contiguous: one copy less
+            if way == IN_PLACE or (way == COPIES and conv and not is_compiling()):
                 return channels_first(x, weight.flatten(1), vectors, state, options, activation, way)
         n, _, *sizes = x.shape
         of_rows: Any = weight.flatten(1), bias, scale, gamma, beta, state, options, activation

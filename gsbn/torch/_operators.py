@@ -14,22 +14,24 @@ from torch.compiler import is_compiling
 
 from .. import _plan
 from .._arrays.dynamo import constant_in_graphs
-from .._backward import How, backward_of
+from .._backward import How, backward_of, run_channels_first
 from .._cuda import kernels
 from .._forward import forward_of
+from .._forward.channels_first import FORWARD_CHANNELS_FIRST
 from .._gradients import Gradients
+from .._host.run import call
 from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ._activations import before
 from ._again import Given, gradients_again
-from ._autograd import goes_again, is_exporting
+from ._autograd import goes_again, is_exporting, kind_of_tensor
 from ._groups import group_named
 
 _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
     "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "
     "str precision, str gemm, str? activation, str? group=None, float[]? renorm=None, Tensor? limits=None, "
-    "float? parameter=None, int groups=1, Tensor? residual=None, bool remat=False) -> "
+    "float? parameter=None, int groups=1, Tensor? residual=None, bool remat=False, int length=0) -> "
 )
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
 
@@ -38,19 +40,23 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
     """Return the forward as an operator, which returns y.
 
     To `keep` what a backward needs, the operator also returns deviations and vectors. A recorded program knows their
-    shapes before the call, so its argument `remat` says whether the backward computes g again.
+    shapes before the call, so its argument `remat` says whether the backward computes g again. With a `length` above 0
+    the matrices share the memory of contiguous (N, C, length) tensors, as gsbn/_forward/channels_first.py describes.
     """
 
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
-        activation, name, renorm, groups, residual, remat = _last(more)
-        x, weight = map(_contiguous, (x, weight)) if remat else (x, weight)
+        activation, name, renorm, groups, residual, remat, length = _last(more)
+        x, weight = map(_contiguous, (x, weight)) if remat or length else (x, weight)
         group = group_named(x.device, name)
         factor = number if scale is None else scale
         arrays = (x, weight, factor, bias, gamma, beta, mean, var, count, None, residual, None)
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
-            made = forward_of(arrays, options, _plan.Limits(remat=remat))
+            if length:
+                made = call(FORWARD_CHANNELS_FIRST, (x, weight, None, *arrays[3:]), (*options, number, length))
+            else:
+                made = forward_of(arrays, options, _plan.Limits(remat=remat))
         if not keep:
             return made
         y, (deviations, vectors) = made[0], (made[1].deviations, made[1].vectors)
@@ -77,17 +83,18 @@ def _contiguous(x: Any) -> Any:
     return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _last(more: Any) -> tuple[Any, Any, Any, int, Any, bool]:
-    """Return the activation, the group's name, `renorm`, `groups`, the residual and `remat` from the arguments after
-    `scale`.
+def _last(more: Any) -> tuple[Any, Any, Any, int, Any, bool, int]:
+    """Return the activation, the group's name, `renorm`, `groups`, the residual, `remat` and `length` from the
+    arguments after `scale`.
 
     The arguments after the activation may be absent.
     """
-    name, group, numbers, limits, parameter, groups, residual, remat = (*more[10:], *[None] * 7)[:8]
+    name, group, numbers, limits, parameter, groups, residual, remat, length = (*more[10:], *[None] * 8)[:9]
     if numbers is not None:
         r_max, d_max, warmup = numbers
         limits = Renorm(r_max, d_max, int(warmup))
-    return _with_number(name, parameter), group, limits, 1 if groups is None else groups, residual, bool(remat)
+    activation, groups = _with_number(name, parameter), 1 if groups is None else groups
+    return activation, group, limits, groups, residual, bool(remat), length or 0
 
 
 def _with_number(name: Any, parameter: Any) -> Any:
@@ -107,13 +114,15 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
 
     def fake(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         (rows, _), features = x.shape, weight.shape[0]
-        _, _, renorm, groups, _, remat = _last(more)
+        _, _, renorm, groups, _, remat, length = _last(more)
         constants = SAVED_ROWS if not training or renorm is None else RENORM_ROWS
         constants = _plan.REMAT_ROWS if remat else constants
         of_vectors: tuple[int, ...] = (constants, features)
         if rows == 0:
             return x.new_empty(0, features), x.new_empty(0, features), x.new_empty(of_vectors, dtype=torch.float64)
-        if x.device.type == "cpu":
+        if length:
+            pitch, kept = features, x.dtype
+        elif x.device.type == "cpu":
             pitch, double = features, rows // groups <= FEW_ROWS or x.dtype == torch.float64
             kept = torch.float64 if double else torch.float32
         else:
@@ -138,13 +147,18 @@ INFER = _operator("infer", f"{_READ}Tensor", _run(False, False), _fake_y)
 
 def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
     training, precision, gemm, name, dtypes, scale_shape, needs, *rest = more
-    of_group, parameter, groups, wide = (*rest, *[None] * 4)[:4]
+    of_group, parameter, groups, wide, length = (*rest, *[None] * 5)[:5]
     activation, group = _with_number(name, parameter), group_named(dy.device, of_group)
     of_vectors: Any = tuple(None if name == "None" else name for name in dtypes.split())
     one, wanted = None if scale_shape is None else tuple(scale_shape), tuple(needs.split())
     how = How(training, precision, gemm, of_vectors, activation, one, group, wanted, groups=groups or 1)
+    found: Any
     with torch.no_grad():
-        found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted, wide=bool(wide))
+        if length:
+            arrays = _contiguous(dy), _contiguous(x) if "weight" in wanted else None, weight, deviations, vectors, None
+            found = run_channels_first(kind_of_tensor(dy), arrays, how._replace(wide=bool(wide)), length)
+        else:
+            found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted, wide=bool(wide))
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -164,7 +178,7 @@ BACKWARD = _operator(
     "backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor deviations, Tensor vectors, bool training, str precision, str gemm, "
     "str? activation, str dtypes, int[]? scale_shape, str needs, str? group=None, float? parameter=None, "
-    "int groups=1, bool wide=False) -> Tensor[]",
+    "int groups=1, bool wide=False, int length=0) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -175,19 +189,20 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        tensors, (training, wide, remat, *options) = arguments[:9], arguments[9:]
+        tensors, (training, wide, remat, length, *options) = arguments[:9], arguments[9:]
         number, _, eps, precision, gemm, activation, group, *_, parameter, groups, residual = options
         run = TRAIN if training else INFER_SAVED
         x, weight, bias, scale, gamma, beta = tensors[:6]
         weight = weight.to(x.dtype) if wide else weight
-        y, deviations, vectors = run(x, weight, *tensors[2:], *options, remat)
+        y, deviations, vectors = run(x, weight, *tensors[2:], *options, remat, length)
         ctx.through = None  # the activation after a residual: PyTorch's operators compute its gradient from y
         if residual is not None and activation is not None:
             ctx.through, activation, parameter = _with_number(activation, parameter), None, None
         ctx.save_for_backward(x, weight, deviations, vectors, None if ctx.through is None else y)
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
         one = None if scale is None or scale.shape == (weight.shape[0],) else list(scale.shape)
-        ctx.rest, ctx.last = (training, precision, gemm, activation, dtypes, one), (group, parameter, groups, wide)
+        ctx.rest = training, precision, gemm, activation, dtypes, one
+        ctx.last = group, parameter, groups, wide, length
         if not is_compiling():  # a compiled backward is differentiated by its compiler, if at all
             factor = number if scale is None else scale
             ctx.given = Given.of((weight, bias, factor, gamma, beta), eps, connected=True)
@@ -210,7 +225,7 @@ class _Recorded(torch.autograd.Function):
 def _again(ctx: Any, dy: Any) -> list[Any]:
     """Return the gradients of a call that was watched and not compiled, computed by PyTorch's operators."""
     training, precision, gemm, name, dtypes, scale_shape = ctx.rest
-    of_group, parameter, groups, _ = ctx.last
+    of_group, parameter, groups, *_ = ctx.last
     of_vectors: Any = tuple(None if dtype == "None" else dtype for dtype in dtypes.split())
     one = None if scale_shape is None else tuple(scale_shape)
     needs = tuple(name for name, need in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if need)
@@ -221,23 +236,30 @@ def _again(ctx: Any, dy: Any) -> list[Any]:
 
 
 def recorded(
-    tensors: tuple[Any, ...], training: bool, differentiate: bool, wide: bool, activation: Any, *options: Any
+    tensors: tuple[Any, ...],
+    training: bool,
+    differentiate: bool,
+    wide: bool,
+    activation: Any,
+    *options: Any,
+    length: int = 0,
 ) -> Any:
     """Record a call, and return y.
 
     `tensors` are x, weight, bias, scale, gamma, beta and the statistics. `options` are the operator's arguments from
     `number` on, without the activation and its parameter. With a residual the activation's gradient must follow from y.
     `wide`: the weight is float32 while x has 16 bits. It is then cast, and its gradient is float32; this needs
-    `differentiate`.
+    `differentiate`. `length` is that of the operators.
     """
     name, parameter = activation if isinstance(activation, tuple) else (activation, None)
     *more, group, renorm, limits, groups, residual = options
     options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter), groups, residual)
     if differentiate:
         _, momentum, *_, gemm = more
-        plain = gemm == "auto" and group is renorm is limits is None and groups == 1
+        plain = gemm == "auto" and group is renorm is limits is None and groups == 1 and not length
         remat = training and plain and is_compiling() and _records_remat(tensors[0], tensors[1], momentum)
-        return _Recorded.apply(*tensors, training, wide, remat, *options)
+        return _Recorded.apply(*tensors, training, wide, remat, length, *options)
+    options = *options, False, length
     return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)
 
 

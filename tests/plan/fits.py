@@ -299,6 +299,7 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
 def assert_reduction_fits(parts: SplitKReduction, n: int, k: int, gpu: Device) -> None:
     assert parts.pitch >= k and parts.pitch % 4 == 0 and parts.size >= n * parts.pitch
     assert parts.share in (1, 2, 4, 8) and parts.share <= parts.number
+    assert parts.share == 1 or parts.share * -(-parts.size // 1024) <= 2 * gpu.sms  # all are resident
     assert 1 <= parts.grid <= largest_grid(gpu)
 
 

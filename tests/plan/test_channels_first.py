@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gsbn._backward import BACKWARD_CHANNELS_FIRST, How
+from gsbn._backward import How, run_channels_first
 from gsbn._forward.channels_first import FORWARD_CHANNELS_FIRST
 from gsbn._forward.operation import WHOLE_BATCH
 from gsbn._gradients import NEEDS
-from gsbn._host.run import call, run
+from gsbn._host.run import call
 from gsbn._plan import (
     Device,
     Limits,
@@ -85,7 +85,7 @@ def test_every_plan_fits(
     device: Device,
 ) -> None:
     p, length = problem((samples, k, 8 * eighths), n, dtype, device=device)
-    assume(channels_first_obstacle(dtype, p.m, n, k, length, device) is None)
+    assume(channels_first_obstacle(dtype, n, k, length, device) is None)
     program = forward(p, length, training=training, saves=saves and training, momentum=None if cumulative else 0.1)
     assert_program_fits(program, device)
     launch = program.launches("forward_sm90")[0]
@@ -153,7 +153,7 @@ def test_more_features_than_a_share_of_the_gpu_holds() -> None:
 def test_the_shapes_of_the_issue(x: tuple[int, int, int], n: int) -> None:
     """One launch forward, five backward, no copy, and dweight's partial products of at most 32 MiB."""
     p, length = problem(x, n)
-    assert channels_first_obstacle(p.dtype, p.m, n, p.k, length, H200) is None
+    assert channels_first_obstacle(p.dtype, n, p.k, length, H200) is None
     assert [launch.kernel.name for launch in forward(p, length, saves=True).launches()] == ["forward_sm90"]
     program = backward(p, length, in_place=True)
     names = ["channel_sums", "channel_dg", "forward_sm90", "forward_sm90", "reduce_split_k"]
@@ -162,20 +162,20 @@ def test_the_shapes_of_the_issue(x: tuple[int, int, int], n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "m", "n", "k", "length", "device", "why"),
+    ("dtype", "n", "k", "length", "device", "why"),
     [
-        ("bfloat16", 4096, 64, 64, 4096, Device((8, 0), 108), "9.0"),
-        ("float32", 4096, 64, 64, 4096, H200, "16 bits"),
-        ("bfloat16", 196, 64, 64, 196, H200, "samples of 8, 16"),
-        ("bfloat16", 560, 64, 64, 56, H200, "from 64 on"),
-        ("float16", 4096, 64, 2**15 + 8, 4096, H200, "lose digits"),
-        ("bfloat16", 4096, 128 * 133, 64, 4096, H200, "one block of features"),
-        ("bfloat16", 2**31, 64, 64, 4096, H200, "smaller sizes"),
-        ("bfloat16", 784, 64, 3, 784, H200, None),
+        ("bfloat16", 64, 64, 4096, Device((8, 0), 108), "9.0"),
+        ("float32", 64, 64, 4096, H200, "16 bits"),
+        ("bfloat16", 64, 64, 196, H200, "samples of 8, 16"),
+        ("bfloat16", 64, 64, 56, H200, "from 64 on"),
+        ("float16", 64, 2**15 + 8, 4096, H200, "lose digits"),
+        ("bfloat16", 128 * 133, 64, 4096, H200, "one block of features"),
+        ("bfloat16", 64, 64, 2**31, H200, "smaller sizes"),
+        ("bfloat16", 64, 3, 784, H200, None),
     ],
 )
-def test_what_is_not_served(dtype: str, m: int, n: int, k: int, length: int, device: Device, why: str | None) -> None:
-    found = channels_first_obstacle(dtype, m, n, k, length, device)
+def test_what_is_not_served(dtype: str, n: int, k: int, length: int, device: Device, why: str | None) -> None:
+    found = channels_first_obstacle(dtype, n, k, length, device)
     assert found is None if why is None else why in str(found)
 
 
@@ -198,10 +198,9 @@ def test_calls_launch_what_was_planned(needs: tuple[str, ...], inputs: int) -> N
         how = How.of(saved, needs)
         kept = x if "weight" in needs else None, weight if "x" in needs else None
         arrays = y, *kept, saved.deviations, saved.vectors, None
-        found, made = run(BACKWARD_CHANNELS_FIRST, _kind(), arrays, (how, length))
-        assert found is not None
+        found = run_channels_first(_kind(), arrays, how, length)
         shapes = {"x": (m, inputs), "weight": (n, inputs)}
-        for gradient, name in zip(found.returned(made), NEEDS, strict=True):
+        for gradient, name in zip(found, NEEDS, strict=True):
             assert (gradient is None) is (name not in needs)
             assert gradient is None or gradient.shape == shapes.get(name, (n,))
         names = ["copy_rows"] * (copies if "x" in needs else 0) + ["channel_sums", "channel_dg"]

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from gsbn._backward import BACKWARD_CHANNELS_FIRST, How  # noqa: E402
+from gsbn._backward import How, run_channels_first  # noqa: E402
 from gsbn._forward.channels_first import FORWARD_CHANNELS_FIRST  # noqa: E402
 from gsbn._forward.operation import WHOLE_BATCH  # noqa: E402
-from gsbn._host.run import ANY, call, run  # noqa: E402
+from gsbn._host.run import ANY, call  # noqa: E402
 from gsbn._plan import Limits  # noqa: E402
 from gsbn._plan.sm90_variants import CHANNELS_FIRST_TILES  # noqa: E402
 from gsbn.torch import ConvBatchNorm1d, ConvBatchNorm2d, LinearBatchNorm1d, convert  # noqa: E402
@@ -76,8 +76,8 @@ def ours(o: Tensors, samples: tuple[int, int], training: bool, relu: bool, state
         dtypes=("float32", None, "float32", "float32")
     )
     given = dy.view(y.shape), of_rows, o["weight"], saved.deviations, saved.vectors, None
-    checked, arrays = run(BACKWARD_CHANNELS_FIRST, kind_of_tensor(y), given, (how, samples[1]), limits=limits)
-    dx, dweight, dbias, _, dgamma, dbeta, _ = checked.returned(arrays)
+    found = run_channels_first(kind_of_tensor(y), given, how, samples[1], limits)
+    dx, dweight, dbias, _, dgamma, dbeta, _ = found
     assert not dbias.any()
     found = {"y": last(y.view(*dy.shape)), "dx": last(dx.view(*x.shape)), "dweight": dweight, "dgamma": dgamma}
     return found | {"dbeta": dbeta, "running_mean": mean, "running_var": var}
