@@ -70,6 +70,13 @@ def is_exporting() -> bool:
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
+def are_static(*sizes: Any) -> bool:
+    """Return whether these sizes are numbers, and not symbols, in the program that torch records."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import, so only where torch traces
+
+    return all(map(has_static_value, sizes))
+
+
 def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     """Return `how`, changed so that dg overwrites the deviations if nothing will read them again.
 

@@ -25,6 +25,7 @@ from .._host.run import call
 from .._plan import LEAST_LENGTH, MOST_ROWS, channels_first_obstacle
 from ._again import Given, gradients_again
 from ._autograd import (
+    are_static,
     cast,
     drop_given,
     goes_again,
@@ -53,7 +54,7 @@ def way_of(x: Any, weight: Any, vectors: tuple[Any, ...], options: tuple[Any, ..
     Kernels that read in place keep nothing for a backward with frozen statistics.
     """
     compiling = is_compiling()
-    if not x.is_cuda or not (_is_recordable(x) if compiling else not is_watched()):
+    if not x.is_cuda or not (_is_recordable(x, weight) if compiling else not is_watched()):
         return None
     if not x.is_contiguous() or x.numel() == 0:
         return None
@@ -72,14 +73,12 @@ def way_of(x: Any, weight: Any, vectors: tuple[Any, ...], options: tuple[Any, ..
     return IN_PLACE if serves else COPIES
 
 
-def _is_recordable(x: Any) -> bool:
+def _is_recordable(x: Any, weight: Any) -> bool:
     """Return whether torch.compile may record what way_of decides, which is then the way of each run of the program.
 
     The number of samples may vary. An exported program may run on another GPU.
     """
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import, so only where torch traces
-
-    return not is_exporting() and all(has_static_value(size) for size in x.shape[1:])
+    return not is_exporting() and are_static(*x.shape[1:], weight.shape[0])
 
 
 def beats_modules(x: Any, weight: Any, vectors: tuple[Any, ...], training: bool, precision: str) -> bool:

@@ -24,7 +24,7 @@ from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ._activations import before
 from ._again import Given, gradients_again
-from ._autograd import goes_again, is_exporting, kind_of_tensor
+from ._autograd import are_static, goes_again, is_exporting, kind_of_tensor
 from ._groups import group_named
 
 _SCHEMA = (
@@ -266,11 +266,10 @@ def recorded(
 def _records_remat(x: Any, weight: Any, momentum: Any) -> bool:
     """Return whether to record a training call whose backward computes g again, as an eager call decides for its rows.
 
-    A program for any number of rows stores deviations. So does an exported one, which may run on another GPU.
+    A program for any number of rows or features stores deviations. So does an exported one, which may run on another
+    GPU.
     """
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import, so only where torch traces
-
-    if is_exporting() or not x.is_cuda or x.dtype.itemsize != 2 or not has_static_value(x.shape[0]):
+    if is_exporting() or not x.is_cuda or x.dtype.itemsize != 2 or not are_static(*x.shape, weight.shape[0]):
         return False
     (rows, inputs), features, dtype = x.shape, weight.shape[0], str(x.dtype)[6:]
     return _chooses_remat(rows, features, inputs, dtype, x.device.index, momentum is None)

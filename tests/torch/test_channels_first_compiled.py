@@ -14,7 +14,14 @@ from torch.testing._internal import optests  # noqa: E402
 
 from gsbn._cuda import kernels  # noqa: E402
 from gsbn._plan import Device  # noqa: E402
-from gsbn.torch import ConvBatchNorm1d, ConvBatchNorm2d, LinearBatchNorm1d, _channels_first, convert  # noqa: E402
+from gsbn.torch import (  # noqa: E402
+    ConvBatchNorm1d,
+    ConvBatchNorm2d,
+    LinearBatchNorm1d,
+    _channels_first,
+    convert,
+    linear_batch_norm,
+)
 from gsbn.torch import _operators as operators  # noqa: E402
 
 BACKENDS = [{"backend": "eager"}, {"backend": "aot_eager"}, {}, {"mode": "reduce-overhead"}]
@@ -151,6 +158,41 @@ def test_operators(dtype: Any) -> None:
         for wide in (False, True):
             given = torch.ones_like(y), x, weight, deviations, saved, *of_call, wide, length
             optests.opcheck(operators.BACKWARD, given, test_utils="ALL")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("varies", [None, "samples", "features", "inputs"])
+def test_sizes_that_vary(varies: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program decides for its runs, if it knows the sizes that decide; traced without memory, on any machine."""
+    monkeypatch.setattr(kernels, "gpu", lambda device: Device((9, 0), 132, pairs=66))
+    seen: list[Any] = []
+
+    def look(graph: Any, _: Any) -> Any:
+        seen.extend(node for node in graph.graph.nodes if "gsbn.train" in str(node.target))
+        return graph
+
+    def call(x: Any, weight: Any) -> Any:
+        return linear_batch_norm(x, weight, training=True, activation="relu")
+
+    def keeps_none(x: Any, weight: Any) -> Any:
+        return x.new_empty(1 if operators._records_remat(x, weight, 0.1) else 2)
+
+    with FakeTensorMode():
+        x, rows = (torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in ((4, 64, 72), (60000, 64)))
+        for run, given in ((call, x), (keeps_none, rows)):
+            weight = torch.empty(200, 64, device="cuda", dtype=torch.bfloat16)
+            where = {
+                None: (),
+                "samples": ((given, 0),),
+                "features": ((weight, 0),),
+                "inputs": ((given, 1), (weight, 1)),
+            }
+            for of, dim in where[varies]:
+                torch._dynamo.mark_dynamic(of, dim)
+            made = torch.compile(run, backend=look, fullgraph=True)(given, weight)
+            assert run is call or len(made) == (1 if varies is None else 2)
+    length = seen[0].args[-1]
+    assert len(seen) == 1 and (length == 72) is (varies in (None, "samples"))
 
 
 # (N, C, ...) and features; training or not: whether gsbn takes the call of a convolution, in bfloat16 and in float32
