@@ -103,3 +103,10 @@ def replayed(step: Callable[[], torch.Tensor]) -> torch.Tensor:
     graph.replay()
     torch.cuda.synchronize()
     return made.clone()
+
+
+def tf32(allowed: bool) -> Any:
+    """A context in which cuDNN's convolutions may use TF32, or may not."""
+    cudnn = torch.backends.cudnn  # whose flags() sets all flags
+    same = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")}
+    return cudnn.flags(**same, allow_tf32=allowed)

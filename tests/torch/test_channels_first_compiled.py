@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.testing._internal import optests  # noqa: E402
 
 from gsbn._cuda import kernels  # noqa: E402
 from gsbn._plan import Device  # noqa: E402
@@ -23,6 +22,7 @@ from gsbn.torch import (  # noqa: E402
     linear_batch_norm,
 )
 from gsbn.torch import _operators as operators  # noqa: E402
+from tests.torch.layers import tf32  # noqa: E402
 
 BACKENDS = [{"backend": "eager"}, {"backend": "aot_eager"}, {}, {"mode": "reduce-overhead"}]
 # Of each layer a batch that gsbn takes beside Inductor
@@ -83,14 +83,14 @@ def test_a_program_computes_the_bits_of_an_eager_call(what: str, options: dict[s
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper", "fresh_dynamo")
 @pytest.mark.parametrize("options", BACKENDS[1:3], ids=str)
-def test_float32_with_copies(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def test_float32_with_copies(options: dict[str, Any]) -> None:
     plain = nn.Sequential(nn.Conv2d(64, 136, 1, bias=False), nn.BatchNorm2d(136), nn.ReLU()).to("cuda")
     models = [copy.deepcopy(plain) for _ in range(2)]
     assert all(convert(model).replaced for model in models)
     x = torch.randn(8, 64, 28, 28, device="cuda")
-    assert "ChannelsFirst" in copy.deepcopy(models[1])(x).grad_fn.name()
-    found, wanted = step(models[0], recorded(models[0], **options), x), step(models[1], models[1], x)
+    with tf32(False):
+        assert "ChannelsFirst" in copy.deepcopy(models[1])(x).grad_fn.name()
+        found, wanted = step(models[0], recorded(models[0], **options), x), step(models[1], models[1], x)
     assert_same_bits(found, wanted)
 
 
@@ -151,13 +151,13 @@ def test_operators(dtype: Any) -> None:
     vectors = None, None, draw(features), draw(features)
     options = 1.0, 0.1, 1e-5, "highest", "auto", "relu", None, None, None, None, 1, None, False, length
     for operator in (operators.TRAIN, operators.INFER):
-        optests.opcheck(operator, (x, weight, *vectors, *state, *options), test_utils="ALL")
+        torch.library.opcheck(operator, (x, weight, *vectors, *state, *options))
     y, deviations, saved = operators.TRAIN(x, weight, *vectors, *state, *options)
     for needs in ("x weight gamma beta", "weight", "x"):
         of_call = True, "highest", "auto", "relu", "None None float32 float32", None, needs, None, None, 1
         for wide in (False, True):
             given = torch.ones_like(y), x, weight, deviations, saved, *of_call, wide, length
-            optests.opcheck(operators.BACKWARD, given, test_utils="ALL")
+            torch.library.opcheck(operators.BACKWARD, given)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -218,8 +218,7 @@ def test_which_calls_gsbn_takes(
 ) -> None:  # fmt: skip
     """The same decisions on any machine, of tensors without memory. docs/history/channels_first.md has their times."""
     monkeypatch.setattr(kernels, "gpu", lambda device: Device((9, 0), 132))
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    with FakeTensorMode():
+    with tf32(False), FakeTensorMode():
         for dtype, taken in ((torch.bfloat16, of_16_bits), (torch.float32, of_32_bits)):
             x = torch.empty(shape, device="cuda", dtype=dtype)
             weight = torch.empty(features, shape[1], device="cuda", dtype=dtype)

@@ -14,16 +14,10 @@ from torch import nn  # noqa: E402
 import gsbn.torch  # noqa: E402
 from gsbn.torch import ConvBatchNorm2d, LinearBatchNorm1d  # noqa: E402
 from gsbn.torch._transpose import rows_of, transpose  # noqa: E402
+from tests.torch.layers import tf32  # noqa: E402
 
 SHAPES = [((64, 256, 14, 14), 512), ((33, 130, 7, 7), 600), ((700, 24, 9, 11), 16)]  # x, features
 DTYPES = ["float32", "bfloat16", "float16"]
-
-
-def tf32(allowed: bool) -> Any:
-    """A context in which cuDNN's convolutions may use TF32, or may not."""
-    cudnn = torch.backends.cudnn  # whose flags() sets all flags
-    same = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")}
-    return cudnn.flags(**same, allow_tf32=allowed)
 
 
 @pytest.fixture(autouse=True)
