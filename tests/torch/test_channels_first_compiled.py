@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -160,11 +161,19 @@ def test_operators(dtype: Any) -> None:
             torch.library.opcheck(operators.BACKWARD, given)
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("varies", [None, "samples", "features", "inputs"])
-def test_sizes_that_vary(varies: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program decides for its runs, if it knows the sizes that decide; traced without memory, on any machine."""
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Decisions for an H200, on any machine."""
     monkeypatch.setattr(kernels, "gpu", lambda device: Device((9, 0), 132, pairs=66))
+    _channels_first._obstacle.cache_clear()
+    yield
+    _channels_first._obstacle.cache_clear()
+
+
+@pytest.mark.usefixtures("an_h200", "fresh_dynamo")
+@pytest.mark.parametrize("varies", [None, "samples", "features", "inputs"])
+def test_sizes_that_vary(varies: str | None) -> None:
+    """One program decides for its runs, if it knows the sizes that decide; traced without memory."""
     seen: list[Any] = []
 
     def look(graph: Any, _: Any) -> Any:
@@ -211,18 +220,18 @@ TAKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("an_h200")
 @pytest.mark.parametrize(("shape", "features", "training", "of_16_bits", "of_32_bits"), TAKEN)
 def test_which_calls_gsbn_takes(
     shape: tuple[int, ...], features: int, training: bool, of_16_bits: bool, of_32_bits: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The same decisions on any machine, of tensors without memory. docs/history/channels_first.md has their times."""
-    monkeypatch.setattr(kernels, "gpu", lambda device: Device((9, 0), 132))
+    """Of tensors without memory. docs/history/channels_first.md has their times."""
+    monkeypatch.setattr(_channels_first, "is_compiling", lambda: True)
     with tf32(False), FakeTensorMode():
         for dtype, taken in ((torch.bfloat16, of_16_bits), (torch.float32, of_32_bits)):
             x = torch.empty(shape, device="cuda", dtype=dtype)
             weight = torch.empty(features, shape[1], device="cuda", dtype=dtype)
-            monkeypatch.setattr(_channels_first, "is_compiling", lambda: True)
             given = x, weight, (None, None, None), training
             assert _channels_first.beats_modules(*given, "highest") is taken
             assert dtype is torch.bfloat16 or not _channels_first.beats_modules(*given, "high")
