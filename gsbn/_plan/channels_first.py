@@ -31,7 +31,7 @@ from .tensor_maps import L2_256B, L2_NONE
 from .variants import THREADS, channels_backward, column_sums
 
 LEAST_LENGTH = 64  # the least rows of a sample: tiles of shorter samples would be more than half empty
-MOST_ROWS = INT32_MAX // 2
+MOST_ROWS = INT32_MAX // 2  # the last tile may go on beyond them
 WORD = 8  # elements in 16 bytes
 WORDS_AT_ONCE = Constants("channels_backward.cu", {})["AT_ONCE"] * THREADS  # words in flight in a CTA of channel_sums
 ITEMS = 8  # items of work per SM in channel_sums and channel_dg: two or three times what is resident at once

@@ -56,6 +56,11 @@ def cast(array: Any, dtype: Any) -> Any:
     return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
 
 
+def contiguous(x: Any) -> Any:
+    """Return x, or a copy if x is not contiguous or does not start on 16 bytes."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
 def widens(dtype: Any, weight: Any) -> bool:
     """Return whether a call makes dweight in float32, so that autograd need not cast it.
 

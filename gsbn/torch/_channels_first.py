@@ -27,6 +27,7 @@ from ._again import Given, gradients_again
 from ._autograd import (
     are_static,
     cast,
+    contiguous,
     drop_given,
     goes_again,
     in_place,
@@ -228,9 +229,8 @@ class _ChannelsFirst(Function):
             if copies:
                 dy = rows_of(dy)
             else:
-                dy = dy.contiguous()
                 length = prod(dy.shape[2:])
-                dy = (dy.clone() if dy.data_ptr() % 16 else dy).view(deviations.shape)  # it is read 16 bytes at a time
+                dy = contiguous(dy).view(deviations.shape)  # it is read 16 bytes at a time
                 x = x.view(len(dy), -1) if needs_weight else None
             how, arrays = in_place(how, dy, deviations, ctx.at), (dy, x, weight, deviations, vectors, None)
             kind = kind_of_tensor(dy)

@@ -176,7 +176,7 @@ def call(
         vectors = bias, gamma, beta
         if scale is None and alone and not in_rows(x):
             way = way_of(x, weight, vectors, options)
-            # y of a Linear need not be contiguous: one copy less
+            # Else the copies are made below: y of a Linear need not be contiguous, and torch.compile makes its own
             if way == IN_PLACE or (way == COPIES and conv and not is_compiling()):
                 return channels_first(x, weight.flatten(1), vectors, state, options, activation, way)
         n, _, *sizes = x.shape

@@ -24,7 +24,7 @@ from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ._activations import before
 from ._again import Given, gradients_again
-from ._autograd import are_static, goes_again, is_exporting, kind_of_tensor
+from ._autograd import are_static, contiguous, goes_again, is_exporting, kind_of_tensor
 from ._groups import group_named
 
 _SCHEMA = (
@@ -47,7 +47,7 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
         activation, name, renorm, groups, residual, remat, length = _last(more)
-        x, weight = map(_contiguous, (x, weight)) if remat or length else (x, weight)
+        x, weight = map(contiguous, (x, weight)) if remat or length else (x, weight)
         group = group_named(x.device, name)
         factor = number if scale is None else scale
         arrays = (x, weight, factor, bias, gamma, beta, mean, var, count, None, residual, None)
@@ -76,11 +76,6 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 # any other. It fills in the schema's defaults and looks for results that share memory. Here gsbn itself counts what it
 # writes.
 _LIBRARY = torch.library.Library("gsbn", "DEF")
-
-
-def _contiguous(x: Any) -> Any:
-    """Return x, or a copy if x is not contiguous or does not start on 16 bytes."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _last(more: Any) -> tuple[Any, Any, Any, int, Any, bool, int]:
@@ -155,7 +150,7 @@ def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more
     found: Any
     with torch.no_grad():
         if length:
-            arrays = _contiguous(dy), _contiguous(x) if "weight" in wanted else None, weight, deviations, vectors, None
+            arrays = contiguous(dy), contiguous(x) if "weight" in wanted else None, weight, deviations, vectors, None
             found = run_channels_first(kind_of_tensor(dy), arrays, how._replace(wide=bool(wide)), length)
         else:
             found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted, wide=bool(wide))

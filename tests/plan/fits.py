@@ -19,7 +19,7 @@ from gsbn._plan.problem import VECTORS
 from gsbn._plan.program import Launch
 from gsbn._plan.sm90_variants import MODES
 from gsbn._plan.sources import Kernel
-from gsbn._plan.split_k import SplitKReduction, Tall
+from gsbn._plan.split_k import RESIDENT, SplitKReduction, Tall
 from gsbn._plan.variants import THREADS, split_limbs, tile_kernels
 from tests.plan.seen import Backward, Forward, Made, assert_steps_fit, offset_of
 from tests.support.harness import DTYPES
@@ -299,7 +299,7 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
 def assert_reduction_fits(parts: SplitKReduction, n: int, k: int, gpu: Device) -> None:
     assert parts.pitch >= k and parts.pitch % 4 == 0 and parts.size >= n * parts.pitch
     assert parts.share in (1, 2, 4, 8) and parts.share <= parts.number
-    assert parts.share == 1 or parts.share * -(-parts.size // 1024) <= 2 * gpu.sms  # all are resident
+    assert parts.share == 1 or parts.share * -(-parts.size // (4 * THREADS)) <= RESIDENT * gpu.sms
     assert 1 <= parts.grid <= largest_grid(gpu)
 
 
