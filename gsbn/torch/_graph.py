@@ -1,4 +1,7 @@
-"""Change torch.fx graphs so that gsbn runs linear, scale, batch_norm and activation, whatever `forward` calls them."""
+"""Change torch.fx graphs so that gsbn runs linear, scale, batch_norm and activation, whatever `forward` calls them.
+
+A 1x1 convolution counts as a linear.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,32 @@ from torch.nn import functional
 from .._arrays.check import DTYPES
 from .._plan.activations import follows_from_y
 from .._typing import Activation, Precision
-from ._activations import of_call
-from ._function import call
+from ._activations import apply, of_call
+from ._channels_first import beats_modules
+from ._function import call, in_rows
 from ._residual import recorded_call_adds
 
 _log = logging.getLogger("gsbn.torch")
 
 # The names of the parameters of PyTorch's functions
-_LINEAR = {functional.linear: ("input", "weight", "bias")}
+_OPERANDS = ("input", "weight", "bias")
+_CONVOLUTIONS: dict[int, Any] = {3: torch.conv1d, 4: torch.conv2d}  # by the number of dimensions
+_LINEAR = {
+    functional.linear: _OPERANDS,
+    **dict.fromkeys(_CONVOLUTIONS.values(), (*_OPERANDS, "stride", "padding", "dilation", "groups")),
+}
 _NORM = {
     functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", ""),
 }
 _TENSORS = ("bias", "weight", "running_mean", "running_var")  # tensors that may be absent
-_DEFAULTS = {**dict.fromkeys(_TENSORS), "training": False, "momentum": 0.1, "eps": 1e-5}
+_DEFAULTS = {
+    **dict.fromkeys(_TENSORS), "training": False, "momentum": 0.1, "eps": 1e-5, "stride": 1, "padding": 0, "groups": 1,
+}  # fmt: skip
 _ADD = (operator.add, torch.add, "add")
 _ADD_IN_PLACE = (operator.iadd, "add_")
 _TIMES = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
+_REDUCTIONS = (torch.max, torch.amax, torch.mean, torch.sum, "max", "amax", "mean", "sum")
 # Further calls that write nothing
 _PURE = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.getitem, torch.cat)
 _DTYPES = [getattr(torch, name) for name in DTYPES]
@@ -71,19 +83,30 @@ class Calls(NamedTuple):
 def one_call(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float | None, gamma: Tensor | None,
     beta: Tensor | None, state: tuple[Tensor | None, ...], options: tuple[Any, ...], activation: Activation | None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, *, layout: torch.memory_format | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a row; the pass puts this function into a graph in place of the row.
 
-    Each run decides like any other call how to compute it, and so does a compiler that traces this function.
+    Each run decides like any other call how to compute it, and so does a compiler that traces this function. Of a
+    convolution PyTorch's operators may win. `layout` is that of y, or None if any will do.
     """
-    y: Tensor = call(x, weight, bias, scale, gamma, beta, state, options, activation, residual=residual)
-    return y
+    training, momentum, eps, precision, _ = options
+    vectors = bias, gamma, beta
+    if weight.dim() < 3 or in_rows(x) or beats_modules(x, weight, vectors, training, precision):
+        y: Tensor = call(x, weight, bias, scale, gamma, beta, state, options, activation, residual=residual)
+        return y if layout is None else y.contiguous(memory_format=layout)
+    running_mean, running_var, count = state
+    if count is not None:
+        count.add_(1)
+    z = _CONVOLUTIONS[weight.dim()](x, weight, bias)
+    u = functional.batch_norm(z, running_mean, running_var, gamma, beta, training, momentum, eps)
+    u = u if residual is None else u + residual
+    return u if activation is None else apply(u, activation)
 
 
 def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -> int:
     """Put `one_call` in the place of rows in a graph that Dynamo captured, and return how many rows were replaced."""
-    replaced = total = 0
+    made, total = list[Node](), 0
     added = set[Node]()
     for row in list(rows(graph, _kind)):
         total += 1
@@ -91,13 +114,15 @@ def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -
             row = row.without_residual()
         on = _value(row.norm)
         if row.linear is not None and _computes_the_same(row) and (on.is_cuda or (cpu and on.is_cpu)):
-            _substitute(graph, row, precision)
-            replaced += 1
+            made.append(_substitute(graph, row, precision))
             if row.add is not None:
                 added.add(row.add)
+    for y in made:
+        if _value(y).dim() > 2 and not all(_takes_any_layout(user, y) for user in y.users):
+            y.kwargs = {"layout": _layout(y)}
     if total:
-        _log.info("replaced %d of %d calls of batch_norm", replaced, total)
-    return replaced
+        _log.info("replaced %d of %d calls of batch_norm", len(made), total)
+    return len(made)
 
 
 def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
@@ -146,8 +171,8 @@ def nodes_from(node: Node, last: Node) -> Iterator[Node]:
         node = node.next
 
 
-def replace_calls(graph: Graph, row: Calls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Replace the nodes of a row by a call of the function."""
+def replace_calls(graph: Graph, row: Calls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Node:
+    """Replace the nodes of a row by a call of the function, and return its node."""
     with graph.inserting_before(row.sum):
         y = graph.call_function(function, arguments)
     y.meta = dict(row.last.meta)
@@ -155,6 +180,7 @@ def replace_calls(graph: Graph, row: Calls, function: Callable[..., Any], argume
     for node in reversed(row):
         if node is not None:
             graph.erase_node(node)
+    return y
 
 
 def other_operand(row: Calls) -> Any:
@@ -164,7 +190,7 @@ def other_operand(row: Calls) -> Any:
     return row.scale.args[1] if row.scale.args[0] is row.linear else row.scale.args[0]
 
 
-def _substitute(graph: Graph, row: Calls, precision: Precision) -> None:
+def _substitute(graph: Graph, row: Calls, precision: Precision) -> Node:
     linear, norm = _arguments(row.linear), _arguments(row.norm)
     count = _count_before(row.norm) if norm["training"] else None
     state = norm["running_mean"], norm["running_var"], None if count is None else count.args[0]
@@ -173,9 +199,10 @@ def _substitute(graph: Graph, row: Calls, precision: Precision) -> None:
     activation = None if row.activation is None else of_call(row.activation)
     operands = linear["input"], linear["weight"]
     residual = () if row.add is None else (row.residual,)
-    replace_calls(graph, row, one_call, (*operands, *vectors, state, options, activation, *residual))
+    y = replace_calls(graph, row, one_call, (*operands, *vectors, state, options, activation, *residual))
     if count is not None:
         graph.erase_node(count)
+    return y
 
 
 def _computes_the_same(row: Calls) -> bool:
@@ -193,8 +220,13 @@ def _computes_the_same(row: Calls) -> bool:
     if not all(value.__class__ is FakeTensor and value.layout is torch.strided for value in tensors):
         return False  # not a tensor with plain memory, or a transform of torch.func wraps it
     y = steps[0]
-    if any(value.dim() != 2 for value in (*operands, *steps)):
-        return False  # with three dimensions, linear and batch_norm disagree about the dimension of the features
+    dims = 2  # with three dimensions, linear and batch_norm disagree about the dimension of the features
+    if row.linear.target is not functional.linear:
+        dims = operands[1].dim()
+        if row.scale is not None or not _is_pointwise(linear, operands[1]):
+            return False
+    if any(value.dim() != dims for value in (*operands, *steps)) or (dims > 2 and _layout(row.last) is None):
+        return False  # or a convolution of one sample without N
     if any(value.dtype is not y.dtype or value.shape != y.shape for value in steps) or y.dtype not in _DTYPES:
         return False  # PyTorch continues in a wider dtype
     wide = torch.promote_types(y.dtype, torch.float32)
@@ -205,6 +237,28 @@ def _computes_the_same(row: Calls) -> bool:
     if row.scale is not None and not _is_factor(other_operand(row), y):
         return False
     return all(value.device == y.device for value in tensors)
+
+
+def _is_pointwise(conv: dict[str, Any], weight: Tensor) -> bool:
+    """Return whether a convolution is a product of its pixels with the weight. `conv` has the arguments of the call."""
+    stride, padding = (of if isinstance(of, (tuple, list, str)) else (of,) for of in (conv["stride"], conv["padding"]))
+    unpadded = isinstance(padding, str) or not any(padding)
+    return unpadded and conv["groups"] == 1 and all(size == 1 for size in (*weight.shape[2:], *stride))
+
+
+def _layout(y: Node) -> torch.memory_format | None:
+    """Return the layout in which PyTorch computes y of a convolution, which other code may rely on."""
+    value = _value(y)
+    formats = [torch.contiguous_format, *[torch.channels_last] * (value.dim() == 4)]
+    return next((each for each in formats if value.is_contiguous(memory_format=each)), None)
+
+
+def _takes_any_layout(user: Node, y: Node) -> bool:
+    """Return whether a node gives the same with y in rows: another row with it as x, or a reduction of (N, C, L)."""
+    if not user.args or user.args[0] is not y or user.target is one_call:
+        return bool(user.args) and user.args[0] is y
+    dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+    return user.target in _REDUCTIONS and _value(y).dim() == 3 and dim in (2, -1, [2], [-1], (2,), (-1,))
 
 
 def _may_add(row: Calls) -> bool:
