@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import _plan
 from .._host.call import matrix_of, vector_codes
-from .._host.run import Options, Views
+from .._host.run import Arrays, Options, Views, call
 from .operation import FORWARD, OPTIONS
 
 _GIVEN = len(OPTIONS) + 1  # the options of `forward` and the scale as a number; the length follows
@@ -48,3 +48,8 @@ FORWARD_CHANNELS_FIRST = replace(
     result=lambda kind, arrays, options, found, made: FORWARD.result(kind, arrays, options[:_GIVEN], found, made),
     extra=(),
 )
+
+
+def forward_of_samples(arrays: Arrays, options: Options, length: int, number: float = 1.0) -> Any:
+    """Compute as `forward_of` does, of samples of this length. `number` is the scale; that of `arrays` is None."""
+    return call(FORWARD_CHANNELS_FIRST, arrays, (*options, number, length))

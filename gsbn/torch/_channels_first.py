@@ -11,36 +11,17 @@ from typing import Any
 
 import torch
 from torch import get_autocast_dtype, is_autocast_enabled, is_grad_enabled
-from torch.autograd import Function
 from torch.compiler import is_compiling
 
 from .._arrays.check import checked_activation
 from .._arrays.dynamo import constant_in_graphs
-from .._backward import How, run, run_channels_first
 from .._cuda import kernels
-from .._forward import forward_of
-from .._forward.channels_first import FORWARD_CHANNELS_FIRST
+from .._forward.channels_first import forward_of_samples
 from .._forward.operation import WHOLE_BATCH
-from .._host.run import call
 from .._plan import LEAST_LENGTH, MOST_ROWS, channels_first_obstacle
-from ._again import Given, gradients_again
-from ._autograd import (
-    are_static,
-    cast,
-    contiguous,
-    drop_given,
-    goes_again,
-    in_place,
-    is_exporting,
-    is_watched,
-    kind_of_tensor,
-    needed_of,
-    operands,
-    shaped,
-    widens,
-)
+from ._autograd import are_static, cast, is_exporting, is_watched, shaped, widens
+from ._nodes import apply
 from ._operators import recorded
-from ._transpose import rows_of, transpose
 
 IN_PLACE, COPIES = "in place", "copies"  # x and y as they are; or transposed, by a launch each
 _COPIED = 2**20  # the least elements of x and y for which copies cost less than what PyTorch's modules launch
@@ -68,9 +49,9 @@ def way_of(x: Any, weight: Any, vectors: tuple[Any, ...], options: tuple[Any, ..
         return COPIES
     if not training and _needs_gradients(x, weight, vectors):
         return COPIES
-    n, k, *sizes = x.shape
-    length = prod(sizes)
-    serves = n * length <= MOST_ROWS and _serves(str(dtype or x.dtype)[6:], x.device.index, weight.shape[0], k, length)
+    n, _, *sizes = x.shape
+    (features, k), length = weight.shape[:2], prod(sizes)
+    serves = n * length <= MOST_ROWS and _serves(str(dtype or x.dtype)[6:], x.device.index, features, k, length)
     return IN_PLACE if serves else COPIES
 
 
@@ -93,8 +74,8 @@ def beats_modules(x: Any, weight: Any, vectors: tuple[Any, ...], training: bool,
     way = way_of(x, weight, vectors, (training, "auto"))
     if way is None:
         return False
-    n, k, *sizes = x.shape
-    features, length, dtype = weight.shape[0], prod(sizes), autocast_dtype(x) or x.dtype
+    n, _, *sizes = x.shape
+    (features, k), length, dtype = weight.shape[:2], prod(sizes), autocast_dtype(x) or x.dtype
     elements, backward = n * length * (k + features), training or _needs_gradients(x, weight, vectors)
     compiled, images = is_compiling(), x.dim() > 3
     if way == IN_PLACE:
@@ -139,103 +120,30 @@ def _needs_gradients(x: Any, weight: Any, vectors: tuple[Any, ...]) -> bool:
     return is_grad_enabled() and any(of is not None and of.requires_grad for of in (x, weight, *vectors))
 
 
-def channels_first(
-    x: Any, weight: Any, vectors: tuple[Any, ...], state: Any, options: Any, activation: Any, way: str
-) -> Any:
-    """Return a contiguous y for a contiguous x. `way` is what `way_of` returned.
-
-    `weight` has shape (O, C), and `vectors` are bias, gamma and beta.
-    """
-    of_y = x.shape[0], weight.shape[0], *x.shape[2:]
+def channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], state: Any, options: Any, activation: Any) -> Any:
+    """Return a contiguous y for a contiguous x IN_PLACE. `weight` has shape (O, C), and `vectors` are bias, gamma and
+    beta."""
     activation, dtype = checked_activation(activation), autocast_dtype(x)
-    if is_compiling():
-        return _recorded(x, weight, vectors, state, options, activation, dtype).view(of_y)
-    of_call = state, options, activation, way, of_y
-    x = rows_of(x, dtype) if way == COPIES else x
-    if _needs_gradients(x, weight, vectors):
-        # as _apply_of in _nodes.py
-        return super(Function, _ChannelsFirst).apply(x, weight, *vectors, of_call, dtype)
-    return _forward(cast(x, dtype), cast(weight, dtype), vectors, *of_call, saves=False)[0]
-
-
-def _recorded(x: Any, weight: Any, vectors: Any, state: Any, options: Any, activation: Any, dtype: Any) -> Any:
-    """Record a call IN_PLACE, and return y, as a matrix that shares its memory."""
-    (bias, gamma, beta), (training, *more), (n, k, *sizes) = vectors, options, x.shape
+    (n, k, *sizes), features = x.shape, weight.shape[0]
+    rows, (bias, gamma, beta) = x.view(n * prod(sizes), k), vectors
     differentiate = _needs_gradients(x, weight, vectors)
+    if is_compiling():
+        y = _recorded(rows, weight, vectors, state, options, activation, dtype, prod(sizes), differentiate)
+        return y.view(n, features, *sizes)
+    options = *options, differentiate, None, activation, *WHOLE_BATCH
+    if differentiate:
+        return apply(rows, weight, bias, None, gamma, beta, state, options, dtype, None, (n, *sizes))
+    arrays = cast(rows, dtype), cast(weight, dtype), None, bias, gamma, beta, *state, None, None, None
+    return shaped(forward_of_samples(arrays, options, prod(sizes)), (n, features, *sizes))
+
+
+def _recorded(
+    rows: Any, weight: Any, vectors: Any, state: Any, options: Any, activation: Any, dtype: Any, length: int,
+    differentiate: bool,
+) -> Any:  # fmt: skip
+    """Record a call, and return y, as a matrix that shares its memory, as `rows` does x's."""
+    (bias, gamma, beta), (training, *more) = vectors, options
     wide = differentiate and widens(dtype, weight)
-    rows = cast(x, dtype).view(n * prod(sizes), k)
-    tensors = rows, weight if wide else cast(weight, dtype), bias, None, gamma, beta, *state
+    tensors = cast(rows, dtype), weight if wide else cast(weight, dtype), bias, None, gamma, beta, *state
     of_call = 1.0, *more, None, None, None, 1, None  # no process group, renorm, limits and residual, and one group
-    return recorded(tensors, training, differentiate, wide, activation, *of_call, length=prod(sizes))
-
-
-def _forward(
-    x: Any, weight: Any, vectors: Any, state: Any, options: Any, activation: Any, way: str, of_y: Any, *, saves: bool
-) -> tuple[Any, Any]:
-    """Return y, of this shape, and with `saves` what the backward needs, else None. With COPIES x is a matrix of rows.
-
-    gsbn/_forward/channels_first.py describes the matrices IN_PLACE.
-    """
-    bias, gamma, beta = vectors
-    n, features, *sizes = of_y
-    length = prod(sizes)
-    arrays = x.view(n * length, -1), weight, None, bias, gamma, beta, *state, None, None, None
-    of_call = *options, saves, None, activation, *WHOLE_BATCH
-    with torch.no_grad():
-        if way == IN_PLACE:
-            made = call(FORWARD_CHANNELS_FIRST, arrays, (*of_call, 1.0, length))
-        else:
-            made = forward_of(arrays, of_call)
-        y, saved = made if saves else (made, None)
-    return shaped(y if way == IN_PLACE else transpose(y.view(n, length, features)), of_y), saved
-
-
-class _ChannelsFirst(Function):
-    """One autograd node for the forward and the backward in training."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, of_call: Any, dtype: Any) -> Any:
-        _, options, _, ctx.way, _ = of_call
-        wide = widens(dtype, weight)
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.given = Given.of((weight, bias, None, gamma, beta), options[2], connected=dtype is None)
-        x, weight = cast(x, dtype), cast(weight, dtype)
-        y, saved = _forward(x, weight, (bias, gamma, beta), *of_call, saves=True)
-        ctx.how, ctx.of_x = How.of(saved, (), wide=wide), x.shape
-        if ctx.way == COPIES:
-            kept = operands(saved._replace(x=x, weight=weight), needs_x, needs_weight)
-        else:  # dx needs x only to compute the call again
-            kept = x if needs_x or needs_weight else None, weight if needs_x else None
-        ctx.save_for_backward(*kept, saved.deviations, saved.vectors)
-        ctx.at = saved.deviations.data_ptr()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        x, weight, deviations, vectors = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, needs_gamma, needs_beta, *_ = ctx.needs_input_grad
-        needed = needs_x, needs_weight, needs_bias, False, needs_gamma, needs_beta, False
-        how = ctx.how._replace(needs=needed_of(needed))
-        copies = ctx.way == COPIES
-        if goes_again(dy):
-            rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if not copies and x is not None else x
-            found = gradients_again(how, ctx.given, dy.movedim(1, -1).reshape(-1, dy.shape[1]), rows, vectors)
-            if found[0] is not None and not copies:
-                n, k, *sizes = ctx.of_x
-                found[0] = found[0].reshape(n, *sizes, k).movedim(-1, 1)
-        else:
-            drop_given(ctx)
-            dy = dy.resolve_neg()
-            if copies:
-                dy = rows_of(dy)
-            else:
-                length = prod(dy.shape[2:])
-                dy = contiguous(dy).view(deviations.shape)  # it is read 16 bytes at a time
-                x = x.view(len(dy), -1) if needs_weight else None
-            how, arrays = in_place(how, dy, deviations, ctx.at), (dy, x, weight, deviations, vectors, None)
-            kind = kind_of_tensor(dy)
-            found = run(kind, arrays, how)[0] if copies else run_channels_first(kind, arrays, how, length)
-            if found[0] is not None:
-                found[0] = found[0].view(ctx.of_x)
-        dx, dweight, dbias, _, dgamma, dbeta, *_ = found
-        return dx, dweight, dbias, dgamma, dbeta, None, None
+    return recorded(tensors, training, differentiate, wide, activation, *of_call, length=length)

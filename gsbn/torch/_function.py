@@ -23,7 +23,7 @@ from ._groups import group_of, name_of
 from ._nodes import apply, apply_in_sequence
 from ._operators import recorded
 from ._residual import added, check_residual, joins_call
-from ._transpose import rows_of
+from ._transpose import rows_of, samples_of
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
@@ -174,19 +174,13 @@ def call(
         ghost_count(groups, x.shape[0])
         alone = renorm is None and groups == 1 and (not options[0] or name_of(process_group) is None)
         vectors = bias, gamma, beta
-        if scale is None and alone and not in_rows(x):
-            way = way_of(x, weight, vectors, options)
-            # Else the copies are made below: y of a Linear need not be contiguous, and torch.compile makes its own
-            if way == IN_PLACE or (way == COPIES and conv and not is_compiling()):
-                return channels_first(x, weight.flatten(1), vectors, state, options, activation, way)
-        n, _, *sizes = x.shape
+        as_it_lies = in_rows(x)
+        if scale is None and alone and not as_it_lies and way_of(x, weight, vectors, options) == IN_PLACE:
+            return channels_first(x, weight.flatten(1), vectors, state, options, activation)
         of_rows: Any = weight.flatten(1), bias, scale, gamma, beta, state, options, activation
         of_rows += process_group, renorm, groups, None if residual is None else rows_of(residual)
-        y = call(rows_of(x), *of_rows)
-        if prod(sizes) == 1 and x.stride(-1) == 1:  # both layouts fit y: take PyTorch's choice for such an x
-            return y.view(n, weight.shape[0], *sizes)
-        y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
-        return y if in_rows(x) or not conv else y.contiguous()
+        y = call(rows_of(x, _dtype_of_autocast(x)), *of_rows)
+        return _as_x_lies(y, x) if as_it_lies or not conv else samples_of(y, x.shape[0], x.shape[2:])
     dtype = _dtype_of_autocast(x)
     differentiate = is_grad_enabled() and (
         weight.requires_grad
@@ -222,14 +216,42 @@ def call(
     return added(y, residual, activation) if alone else y
 
 
+def _as_x_lies(y: Any, x: Any) -> Any:
+    """Return y, whose rows are those of x (N, C, ...), in x's number of dimensions."""
+    n, _, *sizes = x.shape
+    if prod(sizes) == 1 and x.stride(-1) == 1:  # both layouts fit y: take PyTorch's choice for such an x
+        return y.view(n, y.shape[1], *sizes)
+    return y.view(n, *sizes, y.shape[1]).movedim(-1, 1)
+
+
 def call_in_sequence(x: Any, layers: list[Any]) -> Any:
     """Compute layers in sequence, each from the y of the one before it, in as few autograd nodes as they can share.
 
-    x is a matrix, and each layer has the arguments of `call` from the weight to the groups. Autograd needs the gradient
-    of each weight.
+    x is a matrix, or (N, C, ...) for weights of convolutions. Between layers that copy a contiguous x and y the copies
+    are left out. Each layer has the arguments of `call` from the weight to the groups. Autograd needs the gradient of
+    each weight.
     """
-    made = [(*layer[:6], _options(x, layer[6], True, *layer[7:])) for layer in layers]
-    return apply_in_sequence(x, made, _dtype_of_autocast(x))
+    dtype = _dtype_of_autocast(x)
+    if x.dim() == 2:
+        return apply_in_sequence(x, _with_options(x, layers), dtype)
+    check_features(x, layers[0][0].shape[1])
+    n, _, *sizes = x.shape
+    ways = set() if in_rows(x) else {_way_of_layer(x, layer) for layer in layers}
+    made = _with_options(x, [(weight.flatten(1), *more) for weight, *more in layers])
+    if ways == {IN_PLACE}:
+        return apply_in_sequence(x, made, dtype, (n, *sizes))
+    y = apply_in_sequence(rows_of(x, dtype), made, dtype)
+    return samples_of(y, n, sizes) if ways else _as_x_lies(y, x)
+
+
+def _way_of_layer(x: Any, layer: Any) -> Any:
+    """Return how `call` would compute a layer of `call_in_sequence` alone, for x that is not in rows."""
+    weight, bias, _, gamma, beta, _, options, _, process_group, *_ = layer
+    return COPIES if name_of(process_group) is not None else way_of(x, weight, (bias, gamma, beta), options) or COPIES
+
+
+def _with_options(x: Any, layers: list[Any]) -> list[Any]:
+    return [(*layer[:6], _options(x, layer[6], True, *layer[7:])) for layer in layers]
 
 
 def _options(

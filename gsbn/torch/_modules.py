@@ -134,7 +134,7 @@ def _layers(rows: tuple[Row, ...], x: Any, precision: Precision) -> list[Any] | 
     for row in rows:
         linear, scale, norm, after = row
         factor, activation = _factor(scale), _activation_of(after)
-        if not isinstance(linear, nn.Linear) or not _is_one_call(row, factor, x, precision):
+        if not _is_one_call(row, factor, x, precision):
             return None
         if not linear._parameters["weight"].requires_grad or (after is not None and activation is None):
             return None

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 from torch.autograd import Function
 
-from .._backward import How
+from .._backward import How, run_channels_first
 from .._forward import forward_of
+from .._forward.channels_first import forward_of_samples
 from .._plan.dual_gemm import serves_dual_gemm
 from .._plan.skinny import serves_skinny_backward
 from .._saved import Saved
 from ._again import Given, gradients_again, layers_again, products_again
 from ._autograd import (
     cast,
+    contiguous,
     drop_given,
     goes_again,
     in_place,
     keeps_graph,
+    kind_of_tensor,
     needed_of,
     operands,
     saves_by_hooks,
+    shaped,
     widens,
 )
 from ._halves import before_norm, gradient_of_weight, gradients, gradients_but_of_weight, products, second_half
@@ -38,29 +43,31 @@ class _Whole(Function):
     ) -> Any:
         *of_call, ctx.shared = more
         y, saved, ctx.how, ctx.given = _forward(x, bias, scale, gamma, beta, residual, *of_call)
+        ctx.samples = of_call[-1]
         kept_x, kept_weight = operands(saved, *ctx.needs_input_grad[:2])
         ctx.cast = None
         if ctx.shared is not None:
             ctx.cast, kept_weight = kept_weight, None
         ctx.save_for_backward(kept_x, kept_weight, saved.deviations, saved.vectors, saved.kept)
         ctx.at = saved.deviations.data_ptr()
-        return y
+        return _of_samples(y, ctx.samples)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         *_, of_residual, _ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=needed_of(ctx.needs_input_grad[:7]))
+        how, samples = ctx.how._replace(needs=needed_of(ctx.needs_input_grad[:7])), ctx.samples
         x, weight, deviations, vectors, kept = ctx.saved_tensors
         if goes_again(dy):
             dv = dy if kept is None else before_again(dy, kept, how.residual_activation)
-            return *gradients_again(how, ctx.given, dv, x, vectors), dv if of_residual else None, None
+            dx, *found = gradients_again(how, ctx.given, _turned(dv, samples), _turned(x, samples), vectors)
+            return _turned(dx, samples, back=True), *found, dv if of_residual else None, None
         drop_given(ctx)
         dy, how = dy.resolve_neg(), in_place(how, dy, deviations, ctx.at)
         held = [weight if ctx.shared is None else ctx.cast]
         del weight
         if not keeps_graph():
             ctx.cast = None
-        *found, dv = _gradients(how, ctx.shared, dy, x, held, deviations, vectors, kept)
+        *found, dv = _gradients(how, ctx.shared, dy, x, held, deviations, vectors, kept, samples)
         return *found, dy if of_residual and kept is None else dv, None
 
 
@@ -93,10 +100,9 @@ class _Sequence(Function):
     def forward(ctx: Any, x: Any, calls: Any, *parameters: Any) -> Any:
         needs_x, _, *needs = ctx.needs_input_grad
         ctx.layers, first, weights, y = [], None, [None] * len(calls), x
-        for i, (state, options, dtype, weight, cast_weight, shared) in enumerate(calls):
-            _, bias, scale, gamma, beta = parameters[_of_layer(i)]
+        for i, (*of_call, shared) in enumerate(calls):
+            weight, bias, scale, gamma, beta = parameters[_of_layer(i)]
             needs_weight, *others = needs[_of_layer(i)]
-            of_call = state, options, dtype, weight, cast_weight
             y, saved, how, given = _forward(y, bias, scale, gamma, beta, None, *of_call)
             kept_x, kept_weight = operands(saved, needs_x, needs_weight)
             needs_x = needs_x or needs_weight or any(others)
@@ -107,17 +113,19 @@ class _Sequence(Function):
             at = saved.deviations.data_ptr()
             ctx.layers.append(_Layer(how, given, shared, kept_x, kept_weight, saved.deviations, saved.vectors, at))
         ctx.save_for_backward(first, *weights)  # so that autograd sees whether they are changed
-        return y
+        ctx.samples = of_call[-1]
+        return _of_samples(y, ctx.samples)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         needs_x, _, *needs = ctx.needs_input_grad
         first, *weights = ctx.saved_tensors
-        layers, kept = ctx.layers, keeps_graph()
+        layers, samples, kept = ctx.layers, ctx.samples, keeps_graph()
         if goes_again(dy):
             of_layers = [(layer.how, layer.given, layer.vectors) for layer in layers]
-            dx, *found = layers_again(of_layers, dy, layers[0].x if first is None else first, (needs_x, *needs))
-            return dx, None, *found
+            x = _turned(layers[0].x if first is None else first, samples)
+            dx, *found = layers_again(of_layers, _turned(dy, samples), x, (needs_x, *needs))
+            return _turned(dx, samples, back=True), None, *found
         found, dy = [None] * len(needs), dy.resolve_neg()
         for i in reversed(range(len(layers))):
             how, _, shared, x, weight, deviations, vectors, at = layers[i]
@@ -128,7 +136,7 @@ class _Sequence(Function):
             how = how._replace(needs=needed_of((through, *needs[of_layer], False)))
             held = [weights[i] if weight is None else weight]
             x, weight, how = first if i == 0 and x is None else x, None, in_place(how, dy, deviations, at)
-            dy, *found[of_layer], _ = _gradients(how, shared, dy, x, held, deviations, vectors, None)
+            dy, *found[of_layer], _ = _gradients(how, shared, dy, x, held, deviations, vectors, None, samples)
             if not through:
                 break
         return dy, None, *found
@@ -217,16 +225,16 @@ def _is_small(x: Any, weight: Any) -> bool:
     return not x.is_cuda or weight.shape[0] * x.shape[0] + weight.numel() < 2**23
 
 
-def _more(rows: int, weight: Any, state: Any, options: Any, dtype: Any, whole: bool) -> tuple[Any, Any]:
+def _more(rows: int, weight: Any, state: Any, options: Any, dtype: Any, whole: bool, samples: Any) -> tuple[Any, Any]:
     """Return the weight that autograd sees, and what a node needs beside tensors."""
     alone = whole or options[4] != "auto" or saves_by_hooks()  # hooks shall see the cast weight that is kept, too
-    of_autograd, *of_weight = shared_weight(weight, dtype, None if alone else rows)
-    return of_autograd, (state, options, dtype, weight, *of_weight)
+    of_autograd, found, shared = shared_weight(weight, dtype, None if alone else rows)
+    return of_autograd, (state, options, dtype, weight, found, samples, shared)
 
 
 def apply(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any,
-    residual: Any,
+    residual: Any, samples: Any = None,
 ) -> Any:  # fmt: skip
     """Return the y of a matrix x, as a part of autograd's graph. `dtype` is autocast's, or None.
 
@@ -235,9 +243,9 @@ def apply(
     products of few rows, because dy is then small beside the weight.
     """
     rows = x.shape[0]
-    whole = _takes_whole(rows, weight, options, dtype or x.dtype)
+    whole = samples is not None or _takes_whole(rows, weight, options, dtype or x.dtype)
     one = whole or _is_small(x, weight)
-    weight, more = _more(rows, weight, state, options, dtype, whole)
+    weight, more = _more(rows, weight, state, options, dtype, whole, samples)
     if one:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, residual, more)
     between: list[Any] = []
@@ -246,21 +254,23 @@ def apply(
     return _apply_of(_Norm)(y, bias, scale, gamma, beta, residual, between)
 
 
-def apply_in_sequence(x: Any, layers: list[Any], dtype: Any) -> Any:
+def apply_in_sequence(x: Any, layers: list[Any], dtype: Any, samples: Any = None) -> Any:
     """Return the y of the last of layers in sequence, each of which takes the y of the one before it.
 
     Small layers in sequence share a node. A layer has its weight, bias, scale, gamma, beta, statistics and options.
     """
     for together in _in_nodes(x, layers, dtype):
+        x = x if samples is None else x.view(prod(samples), -1)
         if len(together) == 1:
             _, layer = together[0]
-            of_layer = *layer, dtype, None
+            of_layer = *layer, dtype, None, samples
             x = apply(x, *of_layer)
             continue
         calls: list[Any] = []
         parameters: list[Any] = []
         for whole, (weight, *vectors, state, options) in together:
-            of_autograd, more = _more(x.shape[0], weight, state, options, dtype, whole)
+            whole = whole or samples is not None
+            of_autograd, more = _more(x.shape[0], weight, state, options, dtype, whole, samples)
             calls.append(more)
             parameters += of_autograd, *vectors
         x = _apply_of(_Sequence)(x, calls, *parameters)
@@ -301,26 +311,50 @@ _LARGE = 2**21  # elements of a cast weight that one node, too, frees early, at 
 
 def _forward(
     x: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any, state: Any, options: Any, dtype: Any,
-    weight: Any, cast_weight: Any,
+    weight: Any, cast_weight: Any, samples: Any,
 ) -> tuple[Any, Saved, How, Given]:  # fmt: skip
-    """Return y, and what the backward needs. `weight` is the one that was given."""
+    """Return y as a matrix, and what the backward needs. `weight` is the one that was given."""
     arrays = cast(x, dtype), cast_weight, scale, bias, gamma, beta, *state, None, residual, None
-    y, saved = forward_of(arrays, options)
+    if samples is None:
+        y, saved = forward_of(arrays, options)
+    else:
+        y, saved = forward_of_samples(arrays, options, _length(samples))
     given = Given.of((weight, bias, scale, gamma, beta), options[2], connected=saved.x is x)
     return y, saved, How.of(saved, (), wide=widens(dtype, weight)), given
 
 
 def _gradients(
-    how: How, shared: SharedGradient | None, dy: Any, x: Any, held: list[Any], deviations: Any, vectors: Any, kept: Any
-) -> Any:
+    how: How, shared: SharedGradient | None, dy: Any, x: Any, held: list[Any], deviations: Any, vectors: Any, kept: Any,
+    samples: Any,
+) -> Any:  # fmt: skip
     """Return all gradients, that of the residual last. The weight is taken out of `held`, so that nobody else holds it.
 
     If x and weight were cast, autograd casts their gradients to the dtypes of the arguments.
     """
     weight = held.pop()
+    if samples is not None:
+        arrays = contiguous(dy).view(deviations.shape), x, weight, deviations, vectors, None
+        return run_channels_first(kind_of_tensor(dy), arrays, how, _length(samples))
     large = weight is not None and weight.numel() >= _LARGE
     if shared is None or not (shared.several or large):
         return gradients(how, dy, x, weight, deviations, vectors, kept)
     dx, dg, *found = gradients_but_of_weight(how, dy, weight, deviations, vectors, kept)
     del weight  # a cast: it is freed before dweight is made, which has twice as many bytes
     return dx, gradient_of_weight(how, shared, dg, x), *found
+
+
+def _length(samples: Any) -> int:
+    return prod(samples[1:])
+
+
+def _of_samples(y: Any, samples: Any) -> Any:
+    """Return y in the shape in which a node returns it."""
+    return y if samples is None else shaped(y, (samples[0], y.shape[1], *samples[1:]))
+
+
+def _turned(a: Any, samples: Any, *, back: bool = False) -> Any:
+    """Return the rows of (N, C, ...), or of a matrix that shares its memory; `back`: this matrix of rows."""
+    if a is None or samples is None:
+        return a
+    of_samples = (samples[0], _length(samples), -1) if back else (samples[0], -1, _length(samples))
+    return a.reshape(of_samples).transpose(1, 2).reshape(prod(samples), -1)

@@ -17,9 +17,8 @@ from .._arrays.dynamo import constant_in_graphs
 from .._backward import How, backward_of, run_channels_first
 from .._cuda import kernels
 from .._forward import forward_of
-from .._forward.channels_first import FORWARD_CHANNELS_FIRST
+from .._forward.channels_first import forward_of_samples
 from .._gradients import Gradients
-from .._host.run import call
 from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ._activations import before
@@ -54,7 +53,7 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
             if length:
-                made = call(FORWARD_CHANNELS_FIRST, (x, weight, None, *arrays[3:]), (*options, number, length))
+                made = forward_of_samples((x, weight, None, *arrays[3:]), options, length, number)
             else:
                 made = forward_of(arrays, options, _plan.Limits(remat=remat))
         if not keep:

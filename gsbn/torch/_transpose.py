@@ -12,26 +12,37 @@ from torch.compiler import is_compiling
 
 from .._arrays.admit import is_memory
 from .._forward import transposed
-from ._autograd import cast, goes_again, is_watched
+from ._autograd import goes_again, is_watched, shaped
 
 
 def rows_of(x: Any, dtype: Any = None) -> Any:
-    """Return x (N, C, ...) as a matrix whose rows have C adjacent features, cast to autocast's `dtype` if there is one.
+    """Return x (N, C, ...) as a matrix whose rows have C adjacent features.
 
-    One launch transposes and casts a contiguous x.
+    One launch transposes a contiguous x, and casts it to `dtype` if there is one.
     """
     n, features, *sizes = x.shape
     if features == 1 or prod(sizes) == 1 or not _by_launch(x):
-        return cast(x, dtype).movedim(1, -1).reshape(n * prod(sizes), features)
+        return x.movedim(1, -1).reshape(n * prod(sizes), features)
     x = x.view(n, features, prod(sizes))
+    return _turn(x, dtype, (n * prod(sizes), features))
+
+
+def samples_of(rows: Any, n: int, sizes: Any) -> Any:
+    """Return a contiguous (n, O, *sizes) of a matrix of rows, by one launch. This is the opposite of `rows_of`."""
+    features, length = rows.shape[1], prod(sizes)
+    if features == 1 or length == 1 or not _by_launch(rows):
+        return rows.view(n, *sizes, features).movedim(-1, 1).contiguous()
+    return _turn(rows.view(n, length, features), None, (n, features, *sizes))
+
+
+def _turn(x: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     differentiable = is_grad_enabled() and x.requires_grad
     apply: Any = super(Function, _Transpose).apply if differentiable else transpose  # as _apply_of in _nodes.py
-    rows = apply(x, dtype)
-    return rows.view(n * prod(sizes), features)
+    return apply(x, dtype, shape)
 
 
-def transpose(x: Any, dtype: Any = None) -> Any:
-    """Return x.transpose(1, 2).contiguous() of a contiguous x of three dimensions; autograd does not see it.
+def transpose(x: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """Return x.transpose(1, 2) of a contiguous x of three dimensions in this shape; autograd does not see it.
 
     It is cast as `rows_of` casts.
     """
@@ -41,7 +52,7 @@ def transpose(x: Any, dtype: Any = None) -> Any:
     elif dtype is not None and (not x.is_cuda or torch.float32 not in (dtype, x.dtype)):
         x, dtype = x.to(dtype), None  # the launch does not cast between the 16-bit dtypes
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    return transposed(x.view(n * rows, cols), n, name).view(n, cols, rows)
+    return shaped(transposed(x.view(n * rows, cols), n, name), shape)
 
 
 def _by_launch(x: Any) -> bool:
@@ -52,16 +63,18 @@ def _by_launch(x: Any) -> bool:
 
 
 class _Transpose(Function):
-    """One autograd node for x.transpose(1, 2).contiguous() and a cast."""
+    """One autograd node for x.transpose(1, 2) in a shape, and a cast."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, dtype: Any) -> Any:
-        ctx.dtype = x.dtype
-        return transpose(x, dtype)
+    def forward(ctx: Any, x: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+        ctx.dtype, ctx.of_x = x.dtype, x.shape
+        return transpose(x, dtype, shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        dy = dy.resolve_neg()
-        if goes_again(dy) or not _by_launch(dy):
-            return dy.transpose(1, 2).to(ctx.dtype), None
-        return transpose(dy, ctx.dtype), None
+        n, rows, cols = ctx.of_x
+        again = goes_again(dy)
+        dy = dy.resolve_neg().reshape(n, cols, rows)
+        if again or not _by_launch(dy):
+            return dy.transpose(1, 2).to(ctx.dtype), None, None
+        return transpose(dy, ctx.dtype, ctx.of_x), None, None

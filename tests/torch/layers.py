@@ -68,6 +68,13 @@ def step(model: nn.Module, x: Any, run: Callable[..., Any] | None = None) -> lis
     return [y.detach(), leaf.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
 
 
+def way_taken(y: Any) -> str | None:
+    """How gsbn has computed a contiguous y of a contiguous x: "in place" or by "copies"; None if it has not."""
+    if getattr(y.grad_fn, "samples", None) is not None:
+        return "in place"
+    return "copies" if y.grad_fn.name() == "_TransposeBackward" else None
+
+
 def assert_same(found: list[Any], wanted: list[Any], close: float = 1e-10) -> None:
     assert len(found) == len(wanted)
     for a, b in zip(found, wanted, strict=True):

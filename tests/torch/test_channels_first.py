@@ -30,6 +30,7 @@ from tests.support.beside_torch import (  # noqa: E402
     truth_of,
 )
 from tests.support.families import FAMILIES  # noqa: E402
+from tests.torch.layers import way_taken  # noqa: E402
 
 DTYPES = ("bfloat16", "float16")
 Tensors = dict[str, Any]
@@ -198,7 +199,7 @@ def test_the_same_bits_in_every_run_and_in_a_graph(dtype: str) -> None:
 
     def a_step() -> list[Any]:
         y = layer(x)
-        assert "ChannelsFirst" in y.grad_fn.name()
+        assert way_taken(y) == "in place"
         # detached: a graph of autograd's that lived on would tie a capture to this stream
         return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], y.detach().cos())]
 
@@ -250,7 +251,7 @@ def test_who_takes_them(what: str, autocast: bool) -> None:
         of = made if len(results) == 0 else plain
         results.append([y, leaf.grad, *(p.grad for p in of.parameters()), *of.buffers()])
         if len(results) == 1:
-            assert "ChannelsFirst" in y.grad_fn.name() and y.is_contiguous() and leaf.grad.is_contiguous()
+            assert way_taken(y) == "in place" and y.is_contiguous() and leaf.grad.is_contiguous()
     for found, wanted in zip(*results, strict=True):
         assert found.dtype is wanted.dtype and found.shape == wanted.shape
         if wanted.is_floating_point():
@@ -265,8 +266,8 @@ def test_who_takes_them(what: str, autocast: bool) -> None:
 def test_what_is_not_served_runs_pytorchs_modules(shape: tuple[int, ...]) -> None:
     layer = ConvBatchNorm2d(64, 32, device="cuda", dtype=torch.bfloat16)
     y = layer(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
-    assert "ChannelsFirst" not in y.grad_fn.name() and y.is_contiguous()
-    assert "ChannelsFirst" not in layer.eval()(torch.randn(4, 64, 8, 8, device="cuda").bfloat16()).grad_fn.name()
+    assert way_taken(y) is None and y.is_contiguous()
+    assert way_taken(layer.eval()(torch.randn(4, 64, 8, 8, device="cuda").bfloat16())) is None
 
 
 @pytest.mark.gpu
@@ -276,11 +277,11 @@ def test_memory_that_starts_anywhere() -> None:
     layer = ConvBatchNorm1d(65, 32, device="cuda", dtype=torch.bfloat16)
     memory = torch.randn(4 * 65 * 128 + 1, device="cuda", dtype=torch.bfloat16)
     x, off = memory[:-1].view(4, 65, 128), memory[1:].view(4, 65, 128)
-    assert "ChannelsFirst" not in layer(off).grad_fn.name()
+    assert way_taken(layer(off)) is None
     leaf = x.clone().requires_grad_()
     dy = torch.randn(4 * 32 * 128 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(4, 32, 128)
     y = layer(leaf)
-    assert "ChannelsFirst" in y.grad_fn.name()
+    assert way_taken(y) == "in place"
     found = torch.autograd.grad(y, [leaf, layer.conv.weight], dy)
     y = layer(leaf)
     wanted = torch.autograd.grad(y, [leaf, layer.conv.weight], dy.clone())

@@ -13,8 +13,8 @@ from torch import nn  # noqa: E402
 
 import gsbn.torch  # noqa: E402
 from gsbn.torch import ConvBatchNorm2d, LinearBatchNorm1d  # noqa: E402
-from gsbn.torch._transpose import rows_of, transpose  # noqa: E402
-from tests.torch.layers import tf32  # noqa: E402
+from gsbn.torch._transpose import rows_of, samples_of, transpose  # noqa: E402
+from tests.torch.layers import tf32, way_taken  # noqa: E402
 
 SHAPES = [((64, 256, 14, 14), 512), ((33, 130, 7, 7), 600), ((700, 24, 9, 11), 16)]  # x, features
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -50,8 +50,9 @@ def step(model: Any, x: Any, dy: Any) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_transposes(device: str, shape: tuple[int, ...], dtype: Any) -> None:
     x = torch.randn(shape, device=device).to(dtype)
-    found = transpose(x)
-    assert found.is_contiguous() and torch.equal(found, x.transpose(1, 2))
+    wanted = x.transpose(1, 2)
+    found = transpose(x, None, wanted.shape)
+    assert found.is_contiguous() and torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("length", [49, 196])
@@ -62,10 +63,11 @@ def test_casts(device: str, dtypes: tuple[Any, Any], length: int) -> None:
     x = torch.randn(3, 70, length, device=device)
     x[:, :10, 5] = special.to(device)
     x, wanted = x.to(dtypes[0]), x.to(dtypes[0]).transpose(1, 2).to(dtypes[1])
-    assert torch.equal(transpose(x, dtypes[1]).nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(transpose(x, dtypes[1], wanted.shape).nan_to_num(7.0), wanted.nan_to_num(7.0))
     leaf = x.clone().requires_grad_()
-    rows = rows_of(leaf, dtypes[1])
-    assert rows.dtype is dtypes[1] and torch.equal(rows.nan_to_num(7.0), wanted.reshape(-1, 70).nan_to_num(7.0))
+    rows = rows_of(leaf, dtypes[1])  # casts only where it launches
+    assert rows.dtype is dtypes[device == "cuda"]
+    assert torch.equal(rows.to(dtypes[1]).nan_to_num(7.0), wanted.reshape(-1, 70).nan_to_num(7.0))
     dy = torch.randn(rows.shape, device=device).to(rows.dtype)
     rows.backward(dy)
     assert leaf.grad is not None and torch.equal(leaf.grad, dy.view(3, length, 70).transpose(1, 2).to(dtypes[0]))
@@ -77,6 +79,19 @@ def test_rows_and_their_gradients(device: str) -> None:
     assert rows.is_contiguous() and torch.equal(rows, x.movedim(1, -1).reshape(-1, 5))
     assert torch.autograd.gradcheck(rows_of, x) and torch.autograd.gradgradcheck(rows_of, x)
     assert torch.equal(rows_of(x[:, ::2]), x[:, ::2].movedim(1, -1).reshape(-1, 3))
+
+
+@pytest.mark.parametrize("sizes", [(14,), (2, 7), (1, 1)], ids=str)
+def test_samples_and_their_gradients(device: str, sizes: tuple[int, ...]) -> None:
+    x = torch.randn(3, 5, *sizes, device=device, dtype=torch.float64)
+    rows = x.movedim(1, -1).reshape(-1, 5).requires_grad_()
+    found = samples_of(rows, 3, sizes)
+    assert found.is_contiguous() and torch.equal(found, x)
+    of = lambda rows: samples_of(rows, 3, sizes)  # noqa: E731
+    assert torch.autograd.gradcheck(of, rows) and torch.autograd.gradgradcheck(of, rows)
+    assert torch.equal(torch.autograd.grad(found, rows, x.mT.contiguous().mT)[0], rows)
+    made = of(1 * rows)
+    made += 1
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 1), (5, 7, 1, 1), (5, 1, 9)], ids=str)
@@ -134,7 +149,7 @@ def test_who_takes_them(autocast: bool) -> None:
         x = x.to(memory_format=torch.channels_last) if last else x
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             y = layer(x.requires_grad_())
-        return "ChannelsFirst" in y.grad_fn.name()
+        return way_taken(y) == "copies"
 
     short = layer_of(64, 64, "float32" if autocast else "bfloat16")
     assert taken(short, 64, 64, 14, 14) and taken(short.eval(), 64, 64, 14, 14)
@@ -153,8 +168,8 @@ def test_who_takes_them(autocast: bool) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_without_a_backward_few_features_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward_of = gsbn.torch._channels_first.forward_of
-    monkeypatch.setattr(gsbn.torch._channels_first, "forward_of", lambda *a: calls.append(a) or forward_of(*a))
+    forward_of = gsbn.torch._function.forward_of
+    monkeypatch.setattr(gsbn.torch._function, "forward_of", lambda *a: calls.append(a) or forward_of(*a))
     x = torch.randn(128, 96, 14, 14, device="cuda")
     with torch.no_grad():
         for features, times in ((24, 0), (96, 1)):
