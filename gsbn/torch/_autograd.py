@@ -19,6 +19,8 @@ keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", 
 # Above 0 in TorchDispatch modes (fake tensors, make_fx, operation counters). These must see one operator. torch has no
 # public API for this question.
 is_watched: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+# The dispatch mode in which AOTAutograd traces a program
+_functional: Any = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "FUNCTIONAL", None)
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
 # torch has no public API for the question of `saves_by_hooks`.
@@ -67,6 +69,17 @@ def widens(dtype: Any, weight: Any) -> bool:
     `dtype` is autocast's dtype, or None without autocast.
     """
     return dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
+
+
+def is_compiling() -> bool:
+    """Return whether torch.compile or torch.export records a program.
+
+    Before PyTorch 2.13 ``torch.compiler.is_compiling`` is False while AOTAutograd traces the calls that a pass of gsbn
+    has put into a graph.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return bool(is_watched()) and _functional is not None and torch._C._get_dispatch_mode(_functional) is not None
 
 
 def is_exporting() -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import get_autocast_dtype, is_autocast_enabled, is_grad_enabled
-from torch.compiler import is_compiling
 
 from .._arrays.check import checked_activation
 from .._arrays.dynamo import constant_in_graphs
@@ -19,7 +18,7 @@ from .._cuda import kernels
 from .._forward.channels_first import forward_of_samples
 from .._forward.operation import WHOLE_BATCH
 from .._plan import LEAST_LENGTH, MOST_ROWS, channels_first_obstacle
-from ._autograd import are_static, cast, is_exporting, is_watched, shaped, widens
+from ._autograd import are_static, cast, is_compiling, is_exporting, is_watched, shaped, widens
 from ._nodes import apply
 from ._operators import recorded
 

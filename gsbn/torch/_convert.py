@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._arrays.check import PRECISIONS
 from .._typing import Precision
 from .._values import choice, type_name
 from . import _modules as modules
+from ._autograd import is_compiling
 from ._conv import ConvBatchNorm
 from ._layer import LinearBatchNorm1d
 from ._linear import Linear

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
-from torch.compiler import is_compiling
 
 from .._arrays.check import checked_activation
 from .._arrays.kinds import NUMBERS
@@ -17,7 +16,7 @@ from .._forward import forward_of
 from .._renorm import Renorm, renorm_of
 from .._typing import Activation, Gemm, Precision
 from .._values import ghost_count, shown
-from ._autograd import cast, is_exporting, is_watched, transforms, widens
+from ._autograd import cast, is_compiling, is_exporting, is_watched, transforms, widens
 from ._channels_first import COPIES, IN_PLACE, autocast_dtype, channels_first, way_of
 from ._groups import group_of, name_of
 from ._nodes import apply, apply_in_sequence

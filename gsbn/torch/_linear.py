@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, nn
 from torch.autograd import Function
-from torch.compiler import is_compiling
 from torch.nn import functional
 
 from .._arrays.admit import is_memory
@@ -22,7 +21,7 @@ from .._typing import Activation, Gemm, Precision
 from .._values import choice
 from ._activations import apply, before
 from ._again import as_variables
-from ._autograd import cast, goes_again, is_watched, kind_of_tensor, needed_of, widens
+from ._autograd import cast, goes_again, is_compiling, is_watched, kind_of_tensor, needed_of, widens
 from ._function import is_transformed, require_tensors
 
 # `Linear` calls gsbn for at least so many multiplications. With fewer, a training step waits for the host, which needs

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.compiler import is_compiling
 from torch.nn.modules import module as _module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
@@ -16,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._arrays.admit import is_memory
 from .._typing import Activation, Gemm, Precision
 from ._activations import MODULES, apply, of_module
-from ._autograd import is_exporting, is_watched
+from ._autograd import is_compiling, is_exporting, is_watched
 from ._channels_first import autocast_dtype, beats_modules
 from ._function import call, call_in_sequence, in_rows, is_transformed
 from ._ghosts import GhostBatchNorm1d

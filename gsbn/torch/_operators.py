@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from .. import _plan
 from .._arrays.dynamo import constant_in_graphs
@@ -23,7 +22,7 @@ from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ._activations import before
 from ._again import Given, gradients_again
-from ._autograd import are_static, contiguous, goes_again, is_exporting, kind_of_tensor
+from ._autograd import are_static, contiguous, goes_again, is_compiling, is_exporting, kind_of_tensor
 from ._groups import group_named
 
 _SCHEMA = (

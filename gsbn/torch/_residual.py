@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import is_autocast_enabled, is_grad_enabled
 from torch.autograd import Function
-from torch.compiler import is_compiling
 
 from .._arrays.admit import is_memory
 from .._backward import before_kept
@@ -16,7 +15,7 @@ from .._plan.activations import follows_from_y
 from .._values import shown
 from ._activations import apply, before
 from ._again import as_variables
-from ._autograd import goes_again, is_watched, shaped
+from ._autograd import goes_again, is_compiling, is_watched, shaped
 
 
 def check_residual(residual: Any, expected: Any, device: Any) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 from torch.autograd import Function
-from torch.compiler import is_compiling
 
 from .._arrays.admit import is_memory
 from .._forward import transposed
-from ._autograd import goes_again, is_watched, shaped
+from ._autograd import goes_again, is_compiling, is_watched, shaped
 
 
 def rows_of(x: Any, dtype: Any = None) -> Any:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from gsbn._cuda import kernels
+from gsbn._plan import Device
 
 
 @pytest.fixture
@@ -16,3 +20,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     arguments = modules.arguments
     monkeypatch.setattr(modules, "arguments", lambda *a: made.append(a[3]) or arguments(*a))
     return made
+
+
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Decisions for an H200, on any machine."""
+    from gsbn.torch import _channels_first
+
+    monkeypatch.setattr(kernels, "gpu", lambda device: Device((9, 0), 132, pairs=66))
+    _channels_first._obstacle.cache_clear()
+    yield
+    _channels_first._obstacle.cache_clear()

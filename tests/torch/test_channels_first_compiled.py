@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from gsbn._cuda import kernels  # noqa: E402
-from gsbn._plan import Device  # noqa: E402
 from gsbn.torch import (  # noqa: E402
     ConvBatchNorm1d,
     ConvBatchNorm2d,
@@ -159,15 +156,6 @@ def test_operators(dtype: Any) -> None:
         for wide in (False, True):
             given = torch.ones_like(y), x, weight, deviations, saved, *of_call, wide, length
             torch.library.opcheck(operators.BACKWARD, given)
-
-
-@pytest.fixture
-def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Decisions for an H200, on any machine."""
-    monkeypatch.setattr(kernels, "gpu", lambda device: Device((9, 0), 132, pairs=66))
-    _channels_first._obstacle.cache_clear()
-    yield
-    _channels_first._obstacle.cache_clear()
 
 
 @pytest.mark.usefixtures("an_h200", "fresh_dynamo")

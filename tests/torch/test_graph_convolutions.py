@@ -66,7 +66,7 @@ class Cloud(nn.Module):
         x = points.transpose(2, 1)
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = functional.leaky_relu(norm(conv(x)), 0.2)
-        return torch.max(x, 2, keepdim=True)[0].view(len(x), -1)
+        return torch.max(x, 2, keepdim=True)[0].view(x.shape[0], -1)
 
 
 # The model, x, and the layouts that y must have; the shapes are (N, C, H, W) and (N, L, C)
@@ -92,6 +92,7 @@ def test_models(device: str, what: str, other: str) -> None:
         assert found[0].stride() == wanted[0].stride()
     activation = "relu" if make is Points else ("leaky_relu", 0.2)
     assert looking.calls == [[activation] * 2] * 2 and looking.left == [0, 0]
+    layouts = [None, CONTIGUOUS] if layout is LAST and device == "cuda" else layouts  # cuDNN's float64 knows no other
     assert looking.layouts == [layouts] * 2
 
 
@@ -130,7 +131,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], list[Any], list[Any]]] = {
     "functions": (by_function, [("elu", 0.5)], [None]),
     "a view after it": (lambda m, x: m.bn(m.conv(x)).view(-1), [None], [CONTIGUOUS]),
     "a pooling over samples": (lambda m, x: m.bn(m.conv(x)).mean(0).view(-1), [None], [CONTIGUOUS]),
-    "a maximum of two": (lambda m, x: torch.max(m.bn(m.conv(x)), m.free(m.conv(x))).view(-1), [None] * 2,
+    "a maximum of two": (lambda m, x: torch.max(m.bn(m.conv(x)), m.free(m.other(x))).view(-1), [None] * 2,
                          [CONTIGUOUS] * 2),
     "two branches": (two_branches, ["relu", None, None], [None] * 3),
     "a branch that needs the layout": (lambda m, x: (lambda y: (m.free(m.again(y)).mean(2), y.view(-1)))
@@ -158,6 +159,8 @@ def test_what_is_replaced(device: str, what: str) -> None:
     for training in (True, True, False):
         ours.train(training), plain.train(training)
         assert_same(*ours_and_plain(ours, plain, run, batch(device, shape=(3, 20, C))))
+    if device == "cuda" and "residual" in what:  # in float64 PyTorch's operators add it
+        expected = [None]
     assert looking.calls == [expected] * 2 and looking.layouts == [layouts] * 2
 
 
@@ -189,7 +192,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 ON_A_GPU: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], Any, int]] = {
     "images": (Points, (64, 200, 136), (8, 64, 40, 40), CONTIGUOUS, 2),
     "small images": (Points, (64, 64, 64), (2, 64, 8, 8), CONTIGUOUS, 0),
-    "channels last": (Points, (64, 64, 72), (2, 64, 8, 8), LAST, 2),
+    "channels last": (Points, (64, 72, 40), (2, 64, 8, 8), LAST, 2),
     "points": (Cloud, (3, 64, 128), (4, 300, 3), CONTIGUOUS, 2),
 }  # fmt: skip
 

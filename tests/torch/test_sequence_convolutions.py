@@ -139,18 +139,13 @@ def test_contiguous(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-def test_a_frozen_layer_copies() -> None:
-    """No kernel keeps what its backward needs in place, so all layers take rows."""
+def test_a_layer_that_pytorch_takes_leaves_the_others_alone() -> None:
+    """With frozen statistics no kernel keeps in place what a backward needs."""
     model = converted(1, (64, 72, 264, 40), "cuda", torch.bfloat16)
     model[4].eval()
     x = batch("cuda", torch.bfloat16, (64, 64, 200)).requires_grad_()
-    y = model(x)
-    assert y.grad_fn.name() == COPIES and y.is_contiguous()
-    found, theirs = gradients(model, y, x), alone(model)
-    wanted = theirs(x)
-    of_wanted = gradients(theirs.model, wanted, x)  # type: ignore[attr-defined]
-    for a, b in zip([y, *found], [wanted, *of_wanted], strict=True):  # one layer in place: other tiles, other sums
-        assert float((a.double() - b.double()).norm()) <= 0.02 * float(b.double().norm())
+    assert nodes_of(model(x)) == ["_WholeBackward"] * 2
+    assert_alike(model, x, "_WholeBackward")
 
 
 @pytest.mark.gpu
@@ -203,9 +198,11 @@ def test_hooks_see_what_is_saved(what: str) -> None:
         model = converted(len(shape) - 2, widths, "cuda", dtype)
         plain = copy.deepcopy(model)
         x = batch("cuda", dtype, shape).requires_grad_()
-        before = torch.cuda.memory_allocated()
-        with save_on_cpu():
-            y = model(x)
+        for _ in range(2):  # the first time some scratch memory stays
+            y = None
+            before = torch.cuda.memory_allocated()
+            with save_on_cpu():
+                y = model(x)
         kept = torch.cuda.memory_allocated() - before - y.nbytes
         found = gradients(model, y, x)
         y = plain(x)
