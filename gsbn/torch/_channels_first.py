@@ -30,15 +30,16 @@ _COMPILED_IMAGES, _COMPILED, _COMPILED_WEIGHT = 3 * 2**19, 2**23, 2**13
 
 
 def way_of(x: Any, weight: Any, vectors: tuple[Any, ...], options: tuple[Any, ...]) -> str | None:
-    """Return how gsbn computes the call of a contiguous x: IN_PLACE, COPIES, or None if PyTorch's operators copy.
+    """Return how gsbn computes the call of an x that is not taken in rows: IN_PLACE, COPIES, or None if PyTorch's
+    operators copy.
 
     Kernels that read in place keep nothing for a backward with frozen statistics.
     """
     compiling = is_compiling()
     if not x.is_cuda or not (_is_recordable(x, weight) if compiling else not is_watched()):
         return None
-    if not x.is_contiguous() or x.numel() == 0:
-        return None
+    if not (x.is_contiguous() or (compiling and weight.dim() == 3)) or x.numel() == 0:
+        return None  # a program makes x of a Conv1d contiguous, as PyTorch does
     dtype = autocast_dtype(x)
     if dtype is None and weight.dtype is not x.dtype:
         return None  # the call raises the error

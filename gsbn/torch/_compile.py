@@ -69,9 +69,9 @@ def inductor_options(
     """Return options for ``torch.compile`` that let gsbn run the layers that any ``forward`` calls.
 
     In each graph, one call of gsbn replaces the calls of linear, an optional multiplication by a scale, batch_norm and
-    an optional activation. Modules or functions may make these calls. Parameters and running statistics are used as
-    they are. `docs/guide/pytorch.md` says which calls are left as they are. The logger ``gsbn.torch`` says at level
-    INFO how many calls were replaced.
+    an optional activation; or those of a 1x1 convolution, batch_norm and an optional activation. Modules or functions
+    may make these calls. Parameters and running statistics are used as they are. `docs/guide/pytorch.md` says which
+    calls are left as they are. The logger ``gsbn.torch`` says at level INFO how many calls were replaced.
 
     Parameters
     ----------

@@ -185,10 +185,11 @@ class ConvBatchNorm1d(ConvBatchNorm):
     -----
     The input is (N, in_channels, L), and the output is (N, out_channels, L). gsbn computes the layer if the channels of
     x are adjacent in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, C) tensor, or if L is 1. The channels
-    of y are then adjacent, too. gsbn also takes a contiguous x, and returns a contiguous y: in 16 bits on Hopper if L
-    is a multiple of 8 and at least 64, and, with copies, where it is faster than PyTorch's modules (see the guide). For
-    any other input, on a CPU, and if a module is not plain (see `LinearBatchNorm1d`), PyTorch's own modules compute the
-    layer, in the precision that PyTorch is set to. Ranks that share a batch use gsbn in every layout.
+    of y are then adjacent, too; but ``torch.compile`` copies such an x, and y is contiguous. gsbn also takes a
+    contiguous x, and returns a contiguous y: in 16 bits on Hopper if L is a multiple of 8 and at least 64, and, with
+    copies, where it is faster than PyTorch's modules (see the guide). For any other input, on a CPU, and if a module is
+    not plain (see `LinearBatchNorm1d`), PyTorch's own modules compute the layer, in the precision that PyTorch is set
+    to. Ranks that share a batch use gsbn in every layout.
 
     Examples
     --------

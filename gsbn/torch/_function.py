@@ -97,7 +97,8 @@ def linear_batch_norm(
     -------
     y : (B, O), (N, O, L) or (N, O, H, W) tensor
         It has x's dtype or, under autocast, autocast's dtype. If y has more than two dimensions, its features are
-        adjacent in memory, with two exceptions. y of a convolution is contiguous if the features of x are not adjacent.
+        adjacent in memory, with two exceptions. y of a convolution is contiguous if the features of x are not adjacent,
+        and under ``torch.compile`` in any case if it has three dimensions.
         y of any weight is contiguous where gsbn has a kernel for contiguous x: in 16 bits on Hopper, without a scale,
         if L (or H W) is a multiple of 8 and at least 64.
 
@@ -151,7 +152,7 @@ def call(
             check_residual(residual, (x.shape[0], weight.shape[0], *x.shape[2:]), x.device)
         if x.dim() == weight.dim() == 2 and joins_call(x, residual, activation, autocast_dtype(x)):
             pass  # the call below takes it
-        elif x.dim() < 3 or not in_rows(x):
+        elif x.dim() < 3 or not _is_taken_in_rows(x, weight):
             of_u = x, weight, bias, scale, gamma, beta, state, options, None, process_group, renorm, groups
             return added(call(*of_u), residual, activation)
     if groups.__class__ is not int or groups != 1:
@@ -173,7 +174,8 @@ def call(
         ghost_count(groups, x.shape[0])
         alone = renorm is None and groups == 1 and (not options[0] or name_of(process_group) is None)
         vectors = bias, gamma, beta
-        as_it_lies = in_rows(x)
+        as_it_lies = _is_taken_in_rows(x, weight)
+        x = x.contiguous() if conv and is_compiling() and not as_it_lies else x
         if scale is None and alone and not as_it_lies and way_of(x, weight, vectors, options) == IN_PLACE:
             return channels_first(x, weight.flatten(1), vectors, state, options, activation)
         of_rows: Any = weight.flatten(1), bias, scale, gamma, beta, state, options, activation
@@ -238,7 +240,7 @@ def call_in_sequence(x: Any, layers: list[Any]) -> Any:
     ways = set() if in_rows(x) else {_way_of_layer(x, layer) for layer in layers}
     made = _with_options(x, [(weight.flatten(1), *more) for weight, *more in layers])
     if ways == {IN_PLACE}:
-        return apply_in_sequence(x, made, dtype, (n, *sizes))
+        return apply_in_sequence(x.view(n * prod(sizes), -1), made, dtype, (n, *sizes))
     y = apply_in_sequence(rows_of(x, dtype), made, dtype)
     return samples_of(y, n, sizes) if ways else _as_x_lies(y, x)
 
@@ -287,6 +289,18 @@ def in_rows(x: Any) -> bool:
     steps = [step for step in zip((n, *sizes), (of_n, *more), strict=True) if step[0] != 1]
     even = all(outer == size * stride for (_, outer), (size, stride) in pairwise(steps))
     return even and of_features == 1 < features <= steps[-1][1]
+
+
+def taken_in_rows(x: Any) -> bool:
+    """Return whether gsbn takes x of a convolution in rows, and returns y in rows.
+
+    torch.compile gives y of a Conv1d, and often the gradient, the contiguous layout that PyTorch's Conv1d gives it.
+    """
+    return in_rows(x) and not (is_compiling() and x.dim() == 3 and x.shape[2] != 1)
+
+
+def _is_taken_in_rows(x: Any, weight: Any) -> bool:
+    return in_rows(x) if weight.dim() == 2 else taken_in_rows(x)
 
 
 def check_features(x: Any, features: int) -> None:

@@ -21,7 +21,7 @@ from .._plan.activations import follows_from_y
 from .._typing import Activation, Precision
 from ._activations import apply, of_call
 from ._channels_first import beats_modules
-from ._function import call, in_rows
+from ._function import call, taken_in_rows
 from ._residual import recorded_call_adds
 
 _log = logging.getLogger("gsbn.torch")
@@ -44,7 +44,6 @@ _DEFAULTS = {
 _ADD = (operator.add, torch.add, "add")
 _ADD_IN_PLACE = (operator.iadd, "add_")
 _TIMES = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
-_REDUCTIONS = (torch.max, torch.amax, torch.mean, torch.sum, "max", "amax", "mean", "sum")
 # Further calls that write nothing
 _PURE = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.getitem, torch.cat)
 _DTYPES = [getattr(torch, name) for name in DTYPES]
@@ -88,11 +87,11 @@ def one_call(
     """Compute a row; the pass puts this function into a graph in place of the row.
 
     Each run decides like any other call how to compute it, and so does a compiler that traces this function. Of a
-    convolution PyTorch's operators may win. `layout` is that of y, or None if any will do.
+    convolution PyTorch's operators may win. `layout` is that of PyTorch's y of a convolution; other code may need it.
     """
     training, momentum, eps, precision, _ = options
     vectors = bias, gamma, beta
-    if weight.dim() < 3 or in_rows(x) or beats_modules(x, weight, vectors, training, precision):
+    if weight.dim() < 3 or taken_in_rows(x) or beats_modules(x, weight, vectors, training, precision):
         y: Tensor = call(x, weight, bias, scale, gamma, beta, state, options, activation, residual=residual)
         return y if layout is None else y.contiguous(memory_format=layout)
     running_mean, running_var, count = state
@@ -106,7 +105,7 @@ def one_call(
 
 def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -> int:
     """Put `one_call` in the place of rows in a graph that Dynamo captured, and return how many rows were replaced."""
-    made, total = list[Node](), 0
+    replaced = total = 0
     added = set[Node]()
     for row in list(rows(graph, _kind)):
         total += 1
@@ -114,15 +113,13 @@ def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -
             row = row.without_residual()
         on = _value(row.norm)
         if row.linear is not None and _computes_the_same(row) and (on.is_cuda or (cpu and on.is_cpu)):
-            made.append(_substitute(graph, row, precision))
+            _substitute(graph, row, precision)
+            replaced += 1
             if row.add is not None:
                 added.add(row.add)
-    for y in made:
-        if _value(y).dim() > 2 and not all(_takes_any_layout(user, y) for user in y.users):
-            y.kwargs = {"layout": _layout(y)}
     if total:
-        _log.info("replaced %d of %d calls of batch_norm", len(made), total)
-    return len(made)
+        _log.info("replaced %d of %d calls of batch_norm", replaced, total)
+    return replaced
 
 
 def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
@@ -190,7 +187,7 @@ def other_operand(row: Calls) -> Any:
     return row.scale.args[1] if row.scale.args[0] is row.linear else row.scale.args[0]
 
 
-def _substitute(graph: Graph, row: Calls, precision: Precision) -> Node:
+def _substitute(graph: Graph, row: Calls, precision: Precision) -> None:
     linear, norm = _arguments(row.linear), _arguments(row.norm)
     count = _count_before(row.norm) if norm["training"] else None
     state = norm["running_mean"], norm["running_var"], None if count is None else count.args[0]
@@ -200,9 +197,10 @@ def _substitute(graph: Graph, row: Calls, precision: Precision) -> Node:
     operands = linear["input"], linear["weight"]
     residual = () if row.add is None else (row.residual,)
     y = replace_calls(graph, row, one_call, (*operands, *vectors, state, options, activation, *residual))
+    if _value(y).dim() > 2:
+        y.kwargs = {"layout": _layout(y)}
     if count is not None:
         graph.erase_node(count)
-    return y
 
 
 def _computes_the_same(row: Calls) -> bool:
@@ -247,18 +245,10 @@ def _is_pointwise(conv: dict[str, Any], weight: Tensor) -> bool:
 
 
 def _layout(y: Node) -> torch.memory_format | None:
-    """Return the layout in which PyTorch computes y of a convolution, which other code may rely on."""
+    """Return the layout of a node's result, or None if it has no name."""
     value = _value(y)
     formats = [torch.contiguous_format, *[torch.channels_last] * (value.dim() == 4)]
     return next((each for each in formats if value.is_contiguous(memory_format=each)), None)
-
-
-def _takes_any_layout(user: Node, y: Node) -> bool:
-    """Return whether a node gives the same with y in rows: another row with it as x, or a reduction of (N, C, L)."""
-    if not user.args or user.args[0] is not y or user.target is one_call:
-        return bool(user.args) and user.args[0] is y
-    dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
-    return user.target in _REDUCTIONS and _value(y).dim() == 3 and dim in (2, -1, [2], [-1], (2,), (-1,))
 
 
 def _may_add(row: Calls) -> bool:

@@ -17,7 +17,7 @@ from .._typing import Activation, Gemm, Precision
 from ._activations import MODULES, apply, of_module
 from ._autograd import is_compiling, is_exporting, is_watched
 from ._channels_first import autocast_dtype, beats_modules
-from ._function import call, call_in_sequence, in_rows, is_transformed
+from ._function import call, call_in_sequence, is_transformed, taken_in_rows
 from ._ghosts import GhostBatchNorm1d
 from ._groups import name_of, world
 from ._linear import Linear
@@ -239,7 +239,7 @@ def _suits(x: Any, conv: Any, norm: Any, precision: Precision) -> bool:
     weight, of_norm = conv._parameters["weight"], norm._parameters
     if x.dim() != weight.dim() or not_pointwise(conv) is not None:
         return False
-    if in_rows(x):
+    if taken_in_rows(x):
         return True
     if norm.training and name_of(group_of_norm(norm)) is not None:
         return True

@@ -260,7 +260,7 @@ def apply_in_sequence(x: Any, layers: list[Any], dtype: Any, samples: Any = None
     Small layers in sequence share a node. A layer has its weight, bias, scale, gamma, beta, statistics and options.
     """
     for together in _in_nodes(x, layers, dtype):
-        x = x if samples is None else x.view(prod(samples), -1)
+        x = x if x.dim() == 2 else x.view(prod(samples), -1)
         if len(together) == 1:
             _, layer = together[0]
             of_layer = *layer, dtype, None, samples
