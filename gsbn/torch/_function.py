@@ -230,7 +230,7 @@ def call_in_sequence(x: Any, layers: list[Any]) -> Any:
 
     x is a matrix, or (N, C, ...) for weights of convolutions. Between layers that copy a contiguous x and y the copies
     are left out. Each layer has the arguments of `call` from the weight to the groups. Autograd needs the gradient of
-    each weight.
+    each weight, or of nothing.
     """
     dtype = _dtype_of_autocast(x)
     if x.dim() == 2:
@@ -238,11 +238,20 @@ def call_in_sequence(x: Any, layers: list[Any]) -> Any:
     check_features(x, layers[0][0].shape[1])
     n, _, *sizes = x.shape
     ways = set() if in_rows(x) else {_way_of_layer(x, layer) for layer in layers}
-    made = _with_options(x, [(weight.flatten(1), *more) for weight, *more in layers])
+    of_rows = [(weight.flatten(1), *more) for weight, *more in layers]
     if ways == {IN_PLACE}:
-        return apply_in_sequence(x.view(n * prod(sizes), -1), made, dtype, (n, *sizes))
-    y = apply_in_sequence(rows_of(x, dtype), made, dtype)
+        if is_grad_enabled():
+            return apply_in_sequence(x.view(n * prod(sizes), -1), _with_options(x, of_rows), dtype, (n, *sizes))
+        return _each(x, layers)
+    y = rows_of(x, dtype)
+    y = apply_in_sequence(y, _with_options(x, of_rows), dtype) if is_grad_enabled() else _each(y, of_rows)
     return samples_of(y, n, sizes) if ways else _as_x_lies(y, x)
+
+
+def _each(x: Any, layers: list[Any]) -> Any:
+    for layer in layers:
+        x = call(x, *layer)
+    return x
 
 
 def _way_of_layer(x: Any, layer: Any) -> Any:
@@ -286,9 +295,11 @@ def in_rows(x: Any) -> bool:
     (n, features, *sizes), (of_n, of_features, *more) = x.shape, x.stride()
     if prod(sizes) == 1:
         return True
+    if of_features != 1:
+        return False
     steps = [step for step in zip((n, *sizes), (of_n, *more), strict=True) if step[0] != 1]
     even = all(outer == size * stride for (_, outer), (size, stride) in pairwise(steps))
-    return even and of_features == 1 < features <= steps[-1][1]
+    return even and 1 < features <= steps[-1][1]
 
 
 def taken_in_rows(x: Any) -> bool:
@@ -296,7 +307,7 @@ def taken_in_rows(x: Any) -> bool:
 
     torch.compile gives y of a Conv1d, and often the gradient, the contiguous layout that PyTorch's Conv1d gives it.
     """
-    return in_rows(x) and not (is_compiling() and x.dim() == 3 and x.shape[2] != 1)
+    return in_rows(x) and not (is_compiling() and not is_exporting() and x.dim() == 3 and x.shape[2] != 1)
 
 
 def _is_taken_in_rows(x: Any, weight: Any) -> bool:

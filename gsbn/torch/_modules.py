@@ -117,8 +117,9 @@ def run(row: Row, x: Any, precision: Precision, residual: Any = None, in_place: 
 
 
 def run_in_sequence(rows: tuple[Row, ...], x: Any, precision: Precision) -> Any:
-    """Return the output of rows in sequence. Small ones share an autograd node, which takes the host less time."""
-    if len(rows) > 1 and is_grad_enabled() and not (is_compiling() or is_watched()):
+    """Return the output of rows in sequence. Small ones share an autograd node, which takes the host less time, and
+    convolutions need no copies between them."""
+    if len(rows) > 1 and not (is_compiling() or is_watched()):
         layers = _layers(rows, x, precision)
         if layers is not None:
             return call_in_sequence(x, layers)
@@ -129,13 +130,17 @@ def run_in_sequence(rows: tuple[Row, ...], x: Any, precision: Precision) -> Any:
 
 def _layers(rows: tuple[Row, ...], x: Any, precision: Precision) -> list[Any] | None:
     """Return the arguments of `call_in_sequence` for rows in sequence; None if it does not serve one of them."""
-    found = []
+    found, differentiate = [], is_grad_enabled()
+    if not differentiate and (x.__class__ not in _TENSORS or x.dim() == 2):
+        return None
     for row in rows:
         linear, scale, norm, after = row
         factor, activation = _factor(scale), _activation_of(after)
         if not _is_one_call(row, factor, x, precision):
             return None
-        if not linear._parameters["weight"].requires_grad or (after is not None and activation is None):
+        if (differentiate and not linear._parameters["weight"].requires_grad) or (
+            after is not None and activation is None
+        ):
             return None
         running = norm._buffers["running_mean"], norm._buffers["running_var"]
         if any(of is not None and of.requires_grad for of in running):

@@ -44,6 +44,15 @@ def in_rows(x: Any) -> Any:
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
+def assert_alike_without_gradients(model: Any, x: Any, autocast: Any = None) -> None:
+    with torch.no_grad(), torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        for training in (True, False):
+            model.train(training)
+            theirs = alone(model)
+            y, wanted = model(x), theirs(x)
+            assert torch.equal(y, wanted) and y.stride() == wanted.stride()
+
+
 SHAPES = {(8, INPUTS, 12): "PermuteBackward0", (4, INPUTS, 3, 5): "PermuteBackward0", (16, INPUTS, 1): "ViewBackward0"}
 
 
@@ -57,6 +66,7 @@ def test_rows(device: str, shape: tuple[int, ...], mode: str, needs_x: bool) -> 
     x = in_rows(batch(device, shape=shape)).requires_grad_(needs_x)
     assert nodes_of(model(x)) == [NODE]
     assert_alike(model, x, SHAPES[shape])
+    assert_alike_without_gradients(copy.deepcopy(model), x)
     plain, found = stack(len(shape) - 2, (INPUTS, 12, 9, 5), device), []
     plain.load_state_dict(model.state_dict())
     for own, of in zip(plain.modules(), model.modules(), strict=True):
@@ -132,9 +142,14 @@ def test_contiguous(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast is not None):
             y = model(x)
         found = gradients(model, y, x)
-    assert y.is_contiguous() and found[0].is_contiguous()
-    assert len(turns) == (4 if node == COPIES else 0)
-    y += 1  # y is no view that autograd forbids to change
+        assert y.is_contiguous() and found[0].is_contiguous()
+        assert len(turns) == (4 if node == COPIES else 0)
+        y += 1  # y is no view that autograd forbids to change
+        turns.clear()
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast is not None):
+            model(x)
+        assert len(turns) == (2 if node == COPIES else 0)
+        assert_alike_without_gradients(model, x, autocast)
 
 
 @pytest.mark.gpu
