@@ -166,10 +166,12 @@ def test_a_layer_that_pytorch_takes_leaves_the_others_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 def test_a_large_layer_in_place_has_a_node_of_its_own() -> None:
-    model = converted(1, (64, 128, 16, 24), "cuda", torch.bfloat16)
-    x = batch("cuda", torch.bfloat16, (40, 64, 3200)).requires_grad_()
-    assert nodes_of(model(x)) == [NODE, "_WholeBackward"]
-    assert_alike(model, x)
+    """If a Linear of its sizes has."""
+    model = converted(1, (320, 264, 16, 24), "cuda", torch.float32)
+    x = batch("cuda", torch.float32, (40, 320, 1600)).requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert nodes_of(model(x)) == [NODE, "_WholeBackward"]
+    assert_alike(model, x, NODE, torch.bfloat16)
 
 
 @pytest.mark.gpu
