@@ -51,6 +51,7 @@ from gsbn.bench.activations import of_before
 from tests.support.accuracy import SEEDS, family
 from tests.support.ghosts import gradient_bounds_of_runs
 from tests.support.harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
+from tests.support.remember import remembered
 from tests.support.tolerance import FLUSHED, arithmetic, correction_bounds, norm_error, roundoff, scale_of, summed
 
 FAMILIES = ("normal", "mean 1e2", "tiny variance", "tiny and zero scale")  # for the rule for gradients
@@ -136,6 +137,7 @@ def step(
     return kind.get(y), found
 
 
+@remembered
 def truth_of(
     arrays: Mapping[str, np.ndarray], dy: np.ndarray, *, training: bool, eps: float = 1e-5, renorm: Any = None,
     groups: int = 1,
@@ -147,6 +149,7 @@ def truth_of(
     return reference.backward(dy, **given, training=training, eps=eps, renorm=renorm, groups=groups, dtype=wide)
 
 
+@remembered
 @np.errstate(all="ignore")
 def gradient_bounds(
     arrays: Mapping[str, np.ndarray],

@@ -79,6 +79,7 @@ from gsbn import reference
 from gsbn.bench.activations import of_y
 from tests.support.ghosts import bounds_of_runs
 from tests.support.harness import Outcome
+from tests.support.remember import remembered
 
 TF32 = 2.0**-10
 FLUSHED = 2.0**-126
@@ -114,6 +115,7 @@ def scale_of(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.broadcast_to(scale.reshape(-1), (len(arrays["weight"]),)).copy()
 
 
+@remembered
 @np.errstate(all="ignore")
 def bounds(
     arrays: Mapping[str, np.ndarray],
