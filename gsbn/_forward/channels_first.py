@@ -50,6 +50,6 @@ FORWARD_CHANNELS_FIRST = replace(
 )
 
 
-def forward_of_samples(arrays: Arrays, options: Options, length: int, number: float = 1.0) -> Any:
+def forward_channels_first(arrays: Arrays, options: Options, length: int, number: float = 1.0) -> Any:
     """Compute as `forward_of` does, of samples of this length. `number` is the scale; that of `arrays` is None."""
     return call(FORWARD_CHANNELS_FIRST, arrays, (*options, number, length))

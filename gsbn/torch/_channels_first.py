@@ -15,7 +15,7 @@ from torch import get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 from .._arrays.check import checked_activation
 from .._arrays.dynamo import constant_in_graphs
 from .._cuda import kernels
-from .._forward.channels_first import forward_of_samples
+from .._forward.channels_first import forward_channels_first
 from .._forward.operation import WHOLE_BATCH
 from .._plan import LEAST_LENGTH, MOST_ROWS, channels_first_obstacle
 from ._autograd import are_static, cast, is_compiling, is_exporting, is_watched, shaped, widens
@@ -126,24 +126,16 @@ def channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], state: Any, op
     activation, dtype = checked_activation(activation), autocast_dtype(x)
     (n, k, *sizes), features = x.shape, weight.shape[0]
     rows, (bias, gamma, beta) = x.view(n * prod(sizes), k), vectors
-    differentiate = _needs_gradients(x, weight, vectors)
+    length, differentiate = prod(sizes), _needs_gradients(x, weight, vectors)
     if is_compiling():
-        y = _recorded(rows, weight, vectors, state, options, activation, dtype, prod(sizes), differentiate)
+        training, *more = options
+        wide = differentiate and widens(dtype, weight)
+        tensors = cast(rows, dtype), weight if wide else cast(weight, dtype), bias, None, gamma, beta, *state
+        of_call = 1.0, *more, None, None, None, 1, None  # no process group, renorm, limits and residual, and one group
+        y = recorded(tensors, training, differentiate, wide, activation, *of_call, length=length)
         return y.view(n, features, *sizes)
     options = *options, differentiate, None, activation, *WHOLE_BATCH
     if differentiate:
         return apply(rows, weight, bias, None, gamma, beta, state, options, dtype, None, (n, *sizes))
     arrays = cast(rows, dtype), cast(weight, dtype), None, bias, gamma, beta, *state, None, None, None
-    return shaped(forward_of_samples(arrays, options, prod(sizes)), (n, features, *sizes))
-
-
-def _recorded(
-    rows: Any, weight: Any, vectors: Any, state: Any, options: Any, activation: Any, dtype: Any, length: int,
-    differentiate: bool,
-) -> Any:  # fmt: skip
-    """Record a call, and return y, as a matrix that shares its memory, as `rows` does x's."""
-    (bias, gamma, beta), (training, *more) = vectors, options
-    wide = differentiate and widens(dtype, weight)
-    tensors = cast(rows, dtype), weight if wide else cast(weight, dtype), bias, None, gamma, beta, *state
-    of_call = 1.0, *more, None, None, None, 1, None  # no process group, renorm, limits and residual, and one group
-    return recorded(tensors, training, differentiate, wide, activation, *of_call, length=length)
+    return shaped(forward_channels_first(arrays, options, length), (n, features, *sizes))

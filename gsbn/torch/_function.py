@@ -152,7 +152,7 @@ def call(
             check_residual(residual, (x.shape[0], weight.shape[0], *x.shape[2:]), x.device)
         if x.dim() == weight.dim() == 2 and joins_call(x, residual, activation, autocast_dtype(x)):
             pass  # the call below takes it
-        elif x.dim() < 3 or not _is_taken_in_rows(x, weight):
+        elif x.dim() < 3 or not taken_in_rows(x, weight):
             of_u = x, weight, bias, scale, gamma, beta, state, options, None, process_group, renorm, groups
             return added(call(*of_u), residual, activation)
     if groups.__class__ is not int or groups != 1:
@@ -174,7 +174,7 @@ def call(
         ghost_count(groups, x.shape[0])
         alone = renorm is None and groups == 1 and (not options[0] or name_of(process_group) is None)
         vectors = bias, gamma, beta
-        as_it_lies = _is_taken_in_rows(x, weight)
+        as_it_lies = taken_in_rows(x, weight)
         x = x.contiguous() if conv and is_compiling() and not as_it_lies else x
         if scale is None and alone and not as_it_lies and way_of(x, weight, vectors, options) == IN_PLACE:
             return channels_first(x, weight.flatten(1), vectors, state, options, activation)
@@ -242,13 +242,13 @@ def call_in_sequence(x: Any, layers: list[Any]) -> Any:
     if ways == {IN_PLACE}:
         if is_grad_enabled():
             return apply_in_sequence(x.view(n * prod(sizes), -1), _with_options(x, of_rows), dtype, (n, *sizes))
-        return _each(x, layers)
+        return _one_by_one(x, layers)
     y = rows_of(x, dtype)
-    y = apply_in_sequence(y, _with_options(x, of_rows), dtype) if is_grad_enabled() else _each(y, of_rows)
+    y = apply_in_sequence(y, _with_options(x, of_rows), dtype) if is_grad_enabled() else _one_by_one(y, of_rows)
     return samples_of(y, n, sizes) if ways else _as_x_lies(y, x)
 
 
-def _each(x: Any, layers: list[Any]) -> Any:
+def _one_by_one(x: Any, layers: list[Any]) -> Any:
     for layer in layers:
         x = call(x, *layer)
     return x
@@ -302,16 +302,12 @@ def in_rows(x: Any) -> bool:
     return even and 1 < features <= steps[-1][1]
 
 
-def taken_in_rows(x: Any) -> bool:
-    """Return whether gsbn takes x of a convolution in rows, and returns y in rows.
+def taken_in_rows(x: Any, weight: Any) -> bool:
+    """Return whether gsbn takes x (N, C, ...) in rows, and returns y in rows.
 
-    torch.compile gives y of a Conv1d, and often the gradient, the contiguous layout that PyTorch's Conv1d gives it.
+    A program of torch.compile does not with a Conv1d: PyTorch's y is contiguous, and so mostly is the gradient of y.
     """
-    return in_rows(x) and not (is_compiling() and not is_exporting() and x.dim() == 3 and x.shape[2] != 1)
-
-
-def _is_taken_in_rows(x: Any, weight: Any) -> bool:
-    return in_rows(x) if weight.dim() == 2 else taken_in_rows(x)
+    return in_rows(x) and not (weight.dim() == 3 and x.shape[2] != 1 and is_compiling() and not is_exporting())
 
 
 def check_features(x: Any, features: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from torch.nn import functional
 from .._arrays.check import DTYPES
 from .._plan.activations import follows_from_y
 from .._typing import Activation, Precision
-from ._activations import apply, of_call
+from ._activations import of_call
 from ._channels_first import beats_modules
 from ._function import call, taken_in_rows
+from ._modules import finish
 from ._residual import recorded_call_adds
 
 _log = logging.getLogger("gsbn.torch")
@@ -91,7 +92,7 @@ def one_call(
     """
     training, momentum, eps, precision, _ = options
     vectors = bias, gamma, beta
-    if weight.dim() < 3 or taken_in_rows(x) or beats_modules(x, weight, vectors, training, precision):
+    if weight.dim() < 3 or taken_in_rows(x, weight) or beats_modules(x, weight, vectors, training, precision):
         y: Tensor = call(x, weight, bias, scale, gamma, beta, state, options, activation, residual=residual)
         return y if layout is None else y.contiguous(memory_format=layout)
     running_mean, running_var, count = state
@@ -99,8 +100,7 @@ def one_call(
         count.add_(1)
     z = _CONVOLUTIONS[weight.dim()](x, weight, bias)
     u = functional.batch_norm(z, running_mean, running_var, gamma, beta, training, momentum, eps)
-    u = u if residual is None else u + residual
-    return u if activation is None else apply(u, activation)
+    return cast(Tensor, finish(u, residual, False, activation))
 
 
 def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -> int:

@@ -108,9 +108,9 @@ def run(row: Row, x: Any, precision: Precision, residual: Any = None, in_place: 
         for step in row[:3]:
             if step is not None:
                 x = x * step if step is factor else step(x)
-        return _finish(x, residual, in_place, after)
+        return finish(x, residual, in_place, after)
     if residual is not None and not _is_like_y(residual, x, linear):
-        return _finish(fused(x, linear, factor, norm, None, precision, "auto"), residual, in_place, after)
+        return finish(fused(x, linear, factor, norm, None, precision, "auto"), residual, in_place, after)
     activation = _activation_of(after)
     y = fused(x, linear, factor, norm, activation, precision, "auto", residual)
     return y if after is None or activation is not None else after(y)
@@ -168,8 +168,8 @@ def _activation_of(after: Any) -> Activation | None:
     return of_module(after) if is_plain(after, after.__class__) else None
 
 
-def _finish(u: Any, residual: Any, in_place: bool, after: Any) -> Any:
-    """Add the residual and apply the activation by PyTorch's own operators."""
+def finish(u: Any, residual: Any, in_place: bool, after: Any) -> Any:
+    """Add the residual, if there is one, and apply the activation by PyTorch's own operators."""
     if in_place:
         u += residual  # keeps u's dtype
     elif residual is not None:
@@ -244,7 +244,7 @@ def _suits(x: Any, conv: Any, norm: Any, precision: Precision) -> bool:
     weight, of_norm = conv._parameters["weight"], norm._parameters
     if x.dim() != weight.dim() or not_pointwise(conv) is not None:
         return False
-    if taken_in_rows(x):
+    if taken_in_rows(x, weight):
         return True
     if norm.training and name_of(group_of_norm(norm)) is not None:
         return True

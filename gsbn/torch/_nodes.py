@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from .._backward import How, run_channels_first
 from .._forward import forward_of
-from .._forward.channels_first import forward_of_samples
+from .._forward.channels_first import forward_channels_first
 from .._plan.dual_gemm import serves_dual_gemm
 from .._plan.skinny import serves_skinny_backward
 from .._saved import Saved
@@ -59,8 +59,8 @@ class _Whole(Function):
         x, weight, deviations, vectors, kept = ctx.saved_tensors
         if goes_again(dy):
             dv = dy if kept is None else before_again(dy, kept, how.residual_activation)
-            dx, *found = gradients_again(how, ctx.given, _turned(dv, samples), _turned(x, samples), vectors)
-            return _turned(dx, samples, back=True), *found, dv if of_residual else None, None
+            dx, *found = gradients_again(how, ctx.given, _transposed(dv, samples), _transposed(x, samples), vectors)
+            return _transposed(dx, samples, back=True), *found, dv if of_residual else None, None
         drop_given(ctx)
         dy, how = dy.resolve_neg(), in_place(how, dy, deviations, ctx.at)
         held = [weight if ctx.shared is None else ctx.cast]
@@ -123,9 +123,9 @@ class _Sequence(Function):
         layers, samples, kept = ctx.layers, ctx.samples, keeps_graph()
         if goes_again(dy):
             of_layers = [(layer.how, layer.given, layer.vectors) for layer in layers]
-            x = _turned(layers[0].x if first is None else first, samples)
-            dx, *found = layers_again(of_layers, _turned(dy, samples), x, (needs_x, *needs))
-            return _turned(dx, samples, back=True), None, *found
+            x = _transposed(layers[0].x if first is None else first, samples)
+            dx, *found = layers_again(of_layers, _transposed(dy, samples), x, (needs_x, *needs))
+            return _transposed(dx, samples, back=True), None, *found
         found, dy = [None] * len(needs), dy.resolve_neg()
         for i in reversed(range(len(layers))):
             how, _, shared, x, weight, deviations, vectors, at = layers[i]
@@ -318,7 +318,7 @@ def _forward(
     if samples is None:
         y, saved = forward_of(arrays, options)
     else:
-        y, saved = forward_of_samples(arrays, options, _length(samples))
+        y, saved = forward_channels_first(arrays, options, _length(samples))
     given = Given.of((weight, bias, scale, gamma, beta), options[2], connected=saved.x is x)
     return y, saved, How.of(saved, (), wide=widens(dtype, weight)), given
 
@@ -352,8 +352,8 @@ def _of_samples(y: Any, samples: Any) -> Any:
     return y if samples is None else shaped(y, (samples[0], y.shape[1], *samples[1:]))
 
 
-def _turned(a: Any, samples: Any, *, back: bool = False) -> Any:
-    """Return the rows of (N, C, ...), or of a matrix that shares its memory; `back`: this matrix of rows."""
+def _transposed(a: Any, samples: Any, *, back: bool = False) -> Any:
+    """Return the rows of (N, C, ...), or of a matrix that shares its memory; with `back` such a matrix, of its rows."""
     if a is None or samples is None:
         return a
     of_samples = (samples[0], _length(samples), -1) if back else (samples[0], -1, _length(samples))

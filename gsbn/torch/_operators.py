@@ -16,7 +16,7 @@ from .._arrays.dynamo import constant_in_graphs
 from .._backward import How, backward_of, run_channels_first
 from .._cuda import kernels
 from .._forward import forward_of
-from .._forward.channels_first import forward_of_samples
+from .._forward.channels_first import forward_channels_first
 from .._gradients import Gradients
 from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
@@ -52,7 +52,7 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
             if length:
-                made = forward_of_samples((x, weight, None, *arrays[3:]), options, length, number)
+                made = forward_channels_first((x, weight, None, *arrays[3:]), options, length, number)
             else:
                 made = forward_of(arrays, options, _plan.Limits(remat=remat))
         if not keep:

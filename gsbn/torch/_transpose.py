@@ -23,7 +23,7 @@ def rows_of(x: Any, dtype: Any = None) -> Any:
     if features == 1 or prod(sizes) == 1 or not _by_launch(x):
         return x.movedim(1, -1).reshape(n * prod(sizes), features)
     x = x.view(n, features, prod(sizes))
-    return _turn(x, dtype, (n * prod(sizes), features))
+    return _transpose_with_gradient(x, dtype, (n * prod(sizes), features))
 
 
 def samples_of(rows: Any, n: int, sizes: Any) -> Any:
@@ -31,10 +31,11 @@ def samples_of(rows: Any, n: int, sizes: Any) -> Any:
     features, length = rows.shape[1], prod(sizes)
     if features == 1 or length == 1 or not _by_launch(rows):
         return rows.view(n, *sizes, features).movedim(-1, 1).contiguous()
-    return _turn(rows.view(n, length, features), None, (n, features, *sizes))
+    return _transpose_with_gradient(rows.view(n, length, features), None, (n, features, *sizes))
 
 
-def _turn(x: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+def _transpose_with_gradient(x: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """Return what `transpose` does, as a part of autograd's graph if x needs a gradient."""
     differentiable = is_grad_enabled() and x.requires_grad
     apply: Any = super(Function, _Transpose).apply if differentiable else transpose  # as _apply_of in _nodes.py
     return apply(x, dtype, shape)

@@ -23,6 +23,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
+def ieee() -> Iterator[None]:
+    """float32 without TF32, which is not PyTorch's default."""
+    from tests.torch.layers import tf32
+
+    with tf32(False):
+        yield
+
+
+@pytest.fixture
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Decisions for an H200, on any machine."""
     from gsbn.torch import _channels_first

@@ -68,6 +68,11 @@ def step(model: nn.Module, x: Any, run: Callable[..., Any] | None = None) -> lis
     return [y.detach(), leaf.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
 
 
+def channels_adjacent(x: Any) -> Any:
+    """The same (N, C, ...) with adjacent channels."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
 def way_taken(y: Any) -> str | None:
     """How gsbn has computed a contiguous y of a contiguous x: "in place" or by "copies"; None if it has not."""
     if getattr(y.grad_fn, "samples", None) is not None:

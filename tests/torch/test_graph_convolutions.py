@@ -14,28 +14,13 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from gsbn.torch import _graph, backend, convert, inductor_options  # noqa: E402
-from gsbn.torch._graph import one_call  # noqa: E402
-from tests.torch.layers import assert_same, batch, step  # noqa: E402
+from tests.torch.layers import assert_same, batch, channels_adjacent, step  # noqa: E402
 from tests.torch.test_graph_pass import Counting, ours_and_plain  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 C, O = 7, 6
 CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last
-
-
-class Looking(Counting):
-    """Which also has the layouts that the calls of gsbn must give y, of each graph."""
-
-    def __init__(self, other: str = "aot_eager") -> None:
-        super().__init__(other)
-        self.layouts: list[list[Any]] = []
-
-    def __call__(self, module: Any, inputs: Any) -> Any:
-        made = super().__call__(module, inputs)
-        ours = [node for node in module.graph.nodes if node.target is one_call]
-        self.layouts.append([node.kwargs.get("layout") for node in ours])
-        return made
 
 
 class Points(nn.Module):
@@ -81,9 +66,9 @@ MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any]] = {
 @pytest.mark.parametrize("what", MODELS)
 def test_models(device: str, what: str, other: str) -> None:
     make, shape, layout = MODELS[what]
-    ours, looking = make().double().to(device), Looking(other)
+    ours, counting = make().double().to(device), Counting(other)
     plain = copy.deepcopy(ours)
-    run = torch.compile(ours, backend=backend(looking, cpu=True), fullgraph=True)
+    run = torch.compile(ours, backend=backend(counting, cpu=True), fullgraph=True)
     x = batch(device, shape=shape).contiguous(memory_format=layout)
     for training in (True, True, False):
         ours.train(training), plain.train(training)
@@ -91,9 +76,9 @@ def test_models(device: str, what: str, other: str) -> None:
         assert_same(found, wanted)
         assert found[0].stride() == wanted[0].stride()
     activation = "relu" if make is Points else ("leaky_relu", 0.2)
-    assert looking.calls == [[activation] * 2] * 2 and looking.left == [0, 0]
+    assert counting.calls == [[activation] * 2] * 2 and counting.left == [0, 0]
     layout = layout if device == "cpu" else CONTIGUOUS  # cuDNN's float64 knows no other
-    assert looking.layouts == [[layout] * 2] * 2
+    assert counting.layouts == [[layout] * 2] * 2
 
 
 class Net(nn.Module):
@@ -135,7 +120,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], list[Any]]] = {
     "a maximum of two": (lambda m, x: torch.max(m.bn(m.conv(x)), m.free(m.other(x))).view(-1), [None] * 2),
     "two branches": (two_branches, ["relu", None, None]),
     "a residual": (lambda m, x: functional.relu(m.bn(m.conv(x)) + m.other(x)).view(-1), ["relu"]),
-    "a residual in rows": (lambda m, x: (lambda r: functional.relu(m.bn(m.conv(x)) + r))(in_rows(m.other(x))),
+    "a residual in rows": (lambda m, x: (lambda r: functional.relu(m.bn(m.conv(x)) + r))(channels_adjacent(m.other(x))),
                            ["relu"]),
     "no statistics": (lambda m, x: m.tracked(m.other(x)), [None]),
     "a scale": (lambda m, x: m.bn(m.conv(x) * m.factor), []),
@@ -152,19 +137,15 @@ def test_what_is_replaced(device: str, what: str) -> None:
     """x is in rows. Without a compiler gsbn computes all that is replaced, and y still has PyTorch's layout."""
     call, expected = CALLS[what]
     torch.manual_seed(0)
-    ours, looking = Net(lambda m, x: flat(call(m, x))).to(device), Looking("eager")
+    ours, counting = Net(lambda m, x: flat(call(m, x))).to(device), Counting("eager")
     plain = copy.deepcopy(ours)
-    run = torch.compile(ours, backend=backend(looking, cpu=True), fullgraph=True)
+    run = torch.compile(ours, backend=backend(counting, cpu=True), fullgraph=True)
     for training in (True, True, False):
         ours.train(training), plain.train(training)
         assert_same(*ours_and_plain(ours, plain, run, batch(device, shape=(3, 20, C))))
     if device == "cuda" and "residual" in what:  # in float64 PyTorch's operators add it
         expected = [None]
-    assert looking.calls == [expected] * 2 and looking.layouts == [[CONTIGUOUS] * len(expected)] * 2
-
-
-def in_rows(x: Any) -> Any:
-    return x.mT.contiguous().mT
+    assert counting.calls == [expected] * 2 and counting.layouts == [[CONTIGUOUS] * len(expected)] * 2
 
 
 def flat(y: Any) -> Any:
@@ -174,9 +155,9 @@ def flat(y: Any) -> Any:
 @pytest.mark.parametrize("what", ["channels last", "points"])
 def test_any_sizes(device: str, what: str) -> None:
     make, shape, layout = MODELS[what]
-    ours, looking = make().double().to(device), Looking()
+    ours, counting = make().double().to(device), Counting()
     plain = copy.deepcopy(ours)
-    run = torch.compile(ours, backend=backend(looking, cpu=True), fullgraph=True)
+    run = torch.compile(ours, backend=backend(counting, cpu=True), fullgraph=True)
     vary = [dim for dim, size in enumerate(shape) if size != C]
     for more in (0, 2, 11):
         sizes = tuple(size + more * (dim in vary) for dim, size in enumerate(shape))
@@ -184,7 +165,7 @@ def test_any_sizes(device: str, what: str) -> None:
         for dim in vary:
             torch._dynamo.mark_dynamic(x, dim)
         assert_same([run(x), *ours.buffers()], [plain(x), *plain.buffers()])
-    assert len(looking.calls) == 1
+    assert len(counting.calls) == 1
 
 
 @pytest.fixture
@@ -220,7 +201,8 @@ def test_which_layers_gsbn_computes_and_their_bits(what: str, autocast: bool, ta
     wanted = other if layers else torch.compile(other, backend="aot_eager", fullgraph=True)
     assert layers == 0 or len(convert(other, trace=True).replaced) == 2
     x = batch("cuda", dtype, shape).contiguous(memory_format=layout)
-    x_contiguous = in_rows(x) if make is Cloud else x  # a Conv1d of an x in rows is eagerly computed by rows
+    # Eager calls take the transpose of a contiguous (N, L, C) in rows, which a program does not
+    x_contiguous = channels_adjacent(x) if make is Cloud else x
     run = torch.compile(ours, backend=backend("aot_eager"), fullgraph=True)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         for training in (True, True, False) if layers else (True, True):  # of inference gsbn computes small layers, too

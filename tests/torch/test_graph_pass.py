@@ -39,17 +39,18 @@ def made(name: str, device: str = "cpu") -> Any:
 
 
 class Counting:
-    """A backend behind gsbn's: of each graph, the activations of the calls of gsbn, whether they add a residual, and
-    the number of calls of batch_norm that are left."""
+    """A backend behind gsbn's: of each graph, the activations of the calls of gsbn, whether they add a residual, the
+    layouts that they must give y of a convolution, and the number of calls of batch_norm that are left."""
 
     def __init__(self, other: str = "aot_eager") -> None:
-        self.other, self.calls, self.adds, self.left = other, [], [], []
+        self.other, self.calls, self.adds, self.layouts, self.left = other, [], [], [], []
 
     def __call__(self, module: Any, inputs: Any) -> Any:
         targets = [node.target for node in module.graph.nodes]
-        ours = [node.args for node in module.graph.nodes if node.target is one_call]
-        self.calls.append([arguments[8] for arguments in ours])
-        self.adds.append([len(arguments) > 9 for arguments in ours])
+        ours = [node for node in module.graph.nodes if node.target is one_call]
+        self.calls.append([node.args[8] for node in ours])
+        self.adds.append([len(node.args) > 9 for node in ours])
+        self.layouts.append([node.kwargs.get("layout") for node in ours])
         self.left.append(sum(target in (functional.batch_norm, torch.batch_norm) for target in targets))
         return torch._dynamo.lookup_backend(self.other)(module, inputs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,13 +13,14 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.autograd.graph import save_on_cpu  # noqa: E402
 
+from gsbn._timing import peak_bytes  # noqa: E402
 from gsbn.torch import _transpose as transpose  # noqa: E402
 from gsbn.torch import convert  # noqa: E402
 from tests.torch.layers import I as INPUTS  # noqa: E402
-from tests.torch.layers import assert_replay_is_a_step, assert_same, batch, tf32  # noqa: E402
+from tests.torch.layers import assert_replay_is_a_step, assert_same, batch, channels_adjacent  # noqa: E402
 from tests.torch.test_sequence import NODE, alone, assert_alike, gradients, nodes_of  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
+pytestmark = pytest.mark.usefixtures("fused_on_a_cpu", "ieee")
 MODULES: dict[int, Any] = {1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d)}
 
 
@@ -37,11 +39,6 @@ def converted(*arguments: Any) -> Any:
     model = stack(*arguments)
     assert len(convert(model).replaced) == len(arguments[1]) - 1
     return model
-
-
-def in_rows(x: Any) -> Any:
-    """The same values with adjacent channels."""
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def assert_alike_without_gradients(model: Any, x: Any, autocast: Any = None) -> None:
@@ -63,7 +60,7 @@ def test_rows(device: str, shape: tuple[int, ...], mode: str, needs_x: bool) -> 
     """Bit for bit as the layers alone; also in the numbers that PyTorch's modules compute, and in their layout."""
     model = converted(len(shape) - 2, (INPUTS, 12, 9, 5), device).train(mode != "frozen")
     model[4].train(mode == "training")
-    x = in_rows(batch(device, shape=shape)).requires_grad_(needs_x)
+    x = channels_adjacent(batch(device, shape=shape)).requires_grad_(needs_x)
     assert nodes_of(model(x)) == [NODE]
     assert_alike(model, x, SHAPES[shape])
     assert_alike_without_gradients(copy.deepcopy(model), x)
@@ -124,32 +121,35 @@ CONTIGUOUS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any, str]] = {
 }  # fmt: skip
 
 
+def contiguous(what: str) -> tuple[Any, Any]:
+    """The model of a case, and its x."""
+    shape, widths, dtype, _ = CONTIGUOUS[what]
+    of_x = torch.float32 if dtype == "autocast" else dtype
+    return converted(len(shape) - 2, widths, "cuda", of_x), batch("cuda", of_x, shape).requires_grad_()
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("what", CONTIGUOUS)
 def test_contiguous(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit as the layers alone, with two transposes in all in each direction, or none."""
-    shape, widths, dtype, node = CONTIGUOUS[what]
-    autocast = torch.bfloat16 if dtype == "autocast" else None
-    of_x = torch.float32 if autocast else dtype
-    turns: list[Any] = []
+    *_, dtype, node = CONTIGUOUS[what]
+    autocast, turns = torch.bfloat16 if dtype == "autocast" else None, []
     run = transpose.transpose
-    with tf32(False):
-        model = converted(len(shape) - 2, widths, "cuda", of_x)
-        x = batch("cuda", of_x, shape).requires_grad_()
-        assert_alike(model, x, node, autocast)
-        monkeypatch.setattr(transpose, "transpose", lambda *a: turns.append(a) or run(*a))
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast is not None):
-            y = model(x)
-        found = gradients(model, y, x)
-        assert y.is_contiguous() and found[0].is_contiguous()
-        assert len(turns) == (4 if node == COPIES else 0)
-        y += 1  # y is no view that autograd forbids to change
-        turns.clear()
-        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast is not None):
-            model(x)
-        assert len(turns) == (2 if node == COPIES else 0)
-        assert_alike_without_gradients(model, x, autocast)
+    model, x = contiguous(what)
+    assert_alike(model, x, node, autocast)
+    monkeypatch.setattr(transpose, "transpose", lambda *a: turns.append(a) or run(*a))
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast is not None):
+        y = model(x)
+    found = gradients(model, y, x)
+    assert y.is_contiguous() and found[0].is_contiguous()
+    assert len(turns) == (4 if node == COPIES else 0)
+    y += 1  # y is no view that autograd forbids to change
+    turns.clear()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast is not None):
+        model(x)
+    assert len(turns) == (2 if node == COPIES else 0)
+    assert_alike_without_gradients(model, x, autocast)
 
 
 @pytest.mark.gpu
@@ -195,35 +195,29 @@ def test_gradients_of_gradients_in_place() -> None:
 @pytest.mark.parametrize("what", ["in place", "copies"])
 def test_gradients_in_any_layout(what: str) -> None:
     """dy may be any view, and start anywhere."""
-    shape, widths, dtype, _ = CONTIGUOUS[what]
-    with tf32(False):
-        model = converted(len(shape) - 2, widths, "cuda", dtype)
-        x = batch("cuda", dtype, shape).requires_grad_()
-        dy = torch.randn_like(model(x).detach())
-        off = torch.empty(dy.numel() + 1, device="cuda", dtype=dtype)[1:].view(dy.shape).copy_(dy)
-        for given in (in_rows(dy), off, dy[:1].expand_as(dy), dy._neg_view()):
-            found = torch.autograd.grad(model(x), x, given)
-            assert torch.equal(found[0], torch.autograd.grad(model(x), x, given.clone().contiguous())[0])
+    model, x = contiguous(what)
+    dy = torch.randn_like(model(x).detach())
+    off = torch.empty(dy.numel() + 1, device="cuda", dtype=dy.dtype)[1:].view(dy.shape).copy_(dy)
+    for given in (channels_adjacent(dy), off, dy[:1].expand_as(dy), dy._neg_view()):
+        found = torch.autograd.grad(model(x), x, given)
+        assert torch.equal(found[0], torch.autograd.grad(model(x), x, given.clone().contiguous())[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("what", ["in place", "copies"])
 def test_hooks_see_what_is_saved(what: str) -> None:
-    shape, widths, dtype, _ = CONTIGUOUS[what]
-    with tf32(False):
-        model = converted(len(shape) - 2, widths, "cuda", dtype)
-        plain = copy.deepcopy(model)
-        x = batch("cuda", dtype, shape).requires_grad_()
-        for _ in range(2):  # the first time some scratch memory stays
-            y = None
-            before = torch.cuda.memory_allocated()
-            with save_on_cpu():
-                y = model(x)
-        kept = torch.cuda.memory_allocated() - before - y.nbytes
-        found = gradients(model, y, x)
-        y = plain(x)
-        wanted = gradients(plain, y, x)
+    model, x = contiguous(what)
+    plain = copy.deepcopy(model)
+    for _ in range(2):  # the first time some scratch memory stays
+        y = None
+        before = torch.cuda.memory_allocated()
+        with save_on_cpu():
+            y = model(x)
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    found = gradients(model, y, x)
+    y = plain(x)
+    wanted = gradients(plain, y, x)
     assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
     assert kept < 0.1 * y.nbytes
 
@@ -232,23 +226,16 @@ def test_hooks_see_what_is_saved(what: str) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("what", ["in place", "copies"])
 def test_in_a_cuda_graph_and_no_more_memory(what: str) -> None:
-    shape, widths, dtype, _ = CONTIGUOUS[what]
-    with tf32(False):
-        model = converted(len(shape) - 2, widths, "cuda", dtype)
-        model[4].momentum = 0.1
-        theirs, peaks = alone(model), []
-        x = batch("cuda", dtype, shape).requires_grad_()
+    model, x = contiguous(what)
+    model[4].momentum = 0.1
+    theirs, peaks = alone(model), []
 
-        def step(run: Any = model, of: Any = model) -> list[Any]:
-            y = run(x)
-            return [y.detach(), *gradients(of, y, x)]
+    def step(run: Any = model, of: Any = model) -> list[Any]:
+        y = run(x)
+        return [y.detach(), *gradients(of, y, x)]
 
-        for run, of in ((model, model), (theirs, theirs.model)):  # type: ignore[attr-defined]
-            step(run, of)
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            step(run, of)
-            peaks.append(torch.cuda.max_memory_allocated() - before)
-        assert peaks[0] <= 1.02 * peaks[1]
-        assert_replay_is_a_step(step)
+    for run, of in ((model, model), (theirs, theirs.model)):  # type: ignore[attr-defined]
+        step(run, of)
+        peaks.append(peak_bytes(torch, partial(step, run, of)))
+    assert peaks[0] <= 1.02 * peaks[1]
+    assert_replay_is_a_step(step)

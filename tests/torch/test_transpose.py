@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,7 @@ from tests.torch.layers import tf32, way_taken  # noqa: E402
 
 SHAPES = [((64, 256, 14, 14), 512), ((33, 130, 7, 7), 600), ((700, 24, 9, 11), 16)]  # x, features
 DTYPES = ["float32", "bfloat16", "float16"]
-
-
-@pytest.fixture(autouse=True)
-def ieee() -> Iterator[None]:
-    """float32 without TF32, which is not PyTorch's default."""
-    with tf32(False):
-        yield
+pytestmark = pytest.mark.usefixtures("ieee")
 
 
 def layer_of(inputs: int, features: int, dtype: str, **options: Any) -> Any:
