@@ -8,7 +8,8 @@
 //   y (m, n) of T, any strides; with SAVE_DEVIATIONS, the deviations of g (m, n), row pitch ldg, rows on 16 bytes
 //   g (m, n) of T, written by skinny_product, row pitch ldg
 //   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, as limbs, or in IEEE float32 by FMAs. With limbs,
-//   rows of x may be as long as the limbs of the weight fit into shared memory.
+//   rows of x may be as long as the limbs of the weight fit into shared memory; skinny_product takes rows of any
+//   length, so much of them at a time, and adds up g in memory.
 //
 // Threads. A CTA has an SM to itself, FEATURES features and p.stats_rows rows; p.splits CTAs divide the rows of the
 // same features. It loads the weight into shared memory, and each warp takes tiles of the rows (Tiles); with limbs,
@@ -24,7 +25,7 @@
 // Bytes moved. x is read twice and y is written once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g.
 // To write and read g, which is float32, would add 256 MB. skinny_normalize begins where skinny_stats ended, with the
 // rows that L2 still holds. skinny_product reads x and writes g once: at (802816, 128, 128) 822 MB. To write limbs of x
-// and read them would add 822 MB.
+// and read them would add 822 MB. Each further turn reads and writes g: at (50000, 64, 1024) 26 of 243 MB.
 #include "common/tma.cuh"
 #include "skinny/tiles.cuh"
 
@@ -360,8 +361,58 @@ struct ProductProblem {
     long long m, n, k;
     long long ldx, ldw, ldg;  // row pitches in elements
     long long stats_rows;     // rows of a CTA
+    long long k_at_once;      // a multiple of 32; limbs of the weight for so many k are in shared memory at a time
     long long flags;          // FLAG_VECTOR_W, FLAG_VECTOR_Y of g
 };
+
+// Calls then(i, j, address, how many of its elements exist) for each word of g that a lane has in a tile (OfLane).
+template <typename Then>
+__device__ __forceinline__ void for_words_of_g(const ProductProblem& p, int lane, long long row0, long long end,
+                                               int first, T* g, const Then& then) {
+#pragma unroll
+    for (int j = 0; j < LANE_FEATURES; j += WORD)
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i) {
+            const int at = first + feature_of(lane % 4, j);
+            const long long row = row0 + lane / 4 + i * 8;
+            then(i, j, g + row * p.ldg + at, row < end ? int(max(min(p.n - at, 1LL * WORD), 0LL)) : 0);
+        }
+}
+
+// Stores all tiles, or adds them to what the same lanes have stored.
+__device__ __forceinline__ void store_sums(const ProductProblem& p, Tiles<true, 3>& tiles, int first,
+                                           const float* backs, T* g, bool adds) {
+    const int lane = threadIdx.x % LANES;
+    const bool words = p.flags & FLAG_VECTOR_Y;
+    tiles.for_each([&](OfLane& sums, long long row0, bool) {
+        OfLane before = {};
+        if (adds)  // all loads are in flight at once
+            for_words_of_g(p, lane, row0, tiles.end, first, g, [&](int i, int j, const T* from, int inside) {
+                if (inside == WORD && words) {
+                    const Word v = *reinterpret_cast<const Word*>(from);
+#pragma unroll
+                    for (int l = 0; l < WORD; ++l) before[i][j + l] = v.at[l];
+                } else {
+#pragma unroll
+                    for (int l = 0; l < WORD; ++l)
+                        if (l < inside) before[i][j + l] = from[l];
+                }
+            });
+        bring_back(sums, lane, backs);
+        for_words_of_g(p, lane, row0, tiles.end, first, g, [&](int i, int j, T* to, int inside) {
+            Word v;
+#pragma unroll
+            for (int l = 0; l < WORD; ++l) v.at[l] = before[i][j + l] + sums[i][j + l];
+            if (inside == WORD && words) {
+                *reinterpret_cast<Word*>(to) = v;
+            } else {
+#pragma unroll
+                for (int l = 0; l < WORD; ++l)
+                    if (l < inside) to[l] = v.at[l];
+            }
+        });
+    });
+}
 
 extern "C" __global__ void __launch_bounds__(CTA, 1)
     skinny_product(const __grid_constant__ ProductProblem p, const T* x, const T* w, T* g) {
@@ -369,10 +420,15 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     const CtaWork work(p);
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[FEATURES];
-    Tiles<true> tiles(p, x, work.cta, weight, weight + weight_words(p));
-    load_operand(p, w, work.first, weight, backs);
-    __syncthreads();
-    const auto as_it_is = [](int) { return [](float v, int, T& out, T&) { out = v; }; };
-    store_tiles(p, tiles, work.first, backs, g, p.ldg, 1, static_cast<T*>(nullptr), as_it_is);
+    ProductProblem part = p;
+#pragma unroll 1
+    for (long long k0 = 0; k0 < p.k; k0 += p.k_at_once) {
+        part.k = min(p.k - k0, p.k_at_once);
+        if (k0 > 0) __syncthreads();  // all warps have read the weight
+        Tiles<true, 3> tiles(part, x + k0, work.cta, weight, weight + weight_words(part));
+        load_operand(part, w + k0, work.first, weight, backs);
+        __syncthreads();
+        store_sums(p, tiles, work.first, backs, g, k0 > 0);
+    }
 }
 #endif

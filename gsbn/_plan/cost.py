@@ -167,6 +167,7 @@ def skinny_us(
     features: int,
     chunks: int,
     at_once: int,
+    turns: int,
     *,
     training: bool,
     saves: bool,
@@ -178,18 +179,19 @@ def skinny_us(
     They bring the weight to shared memory, and then move bytes or multiply, whichever takes longer. At a time, all SMs
     together take `at_once` rows, `features` features, and `chunks` chunks of 64 bytes of a row. Places that stay empty
     take the same time. Rows that do not fit lines of the cache are stored more slowly, but not those of y if it is
-    stored in `whole_tiles`.
+    stored in `whole_tiles`. If a row is taken in several `turns`, y is written in each, and read in all but the first.
     """
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
     x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * 1e-6 / rates.skinny_rate
     off_line = 1.0 if _fits_lines(p.y.strides[0] * size) else rates.off_line_y
     y *= (1.0 if whole_tiles else off_line) + saves * off_line  # deviations are stored row by row
+    y *= 2 * turns - 1
     rows = (m + round_up(m, at_once)) / 2e6
     taken = round_up(ceil_div(k * size, 64), chunks)
-    product = rows * features * (taken * rates.skinny_chunk_us[element] + rates.skinny_row_us)
+    product = rows * features * (taken * rates.skinny_chunk_us[element] + turns * rates.skinny_row_us)
     product *= 132 / p.device.sms
     one_by_one = not on_words(p.y, n, size)
-    stores = m * n * 1e-6 * rates.skinny_off_line_us * 132 / p.device.sms if one_by_one else 0.0
+    stores = turns * m * n * 1e-6 * rates.skinny_off_line_us * 132 / p.device.sms if one_by_one else 0.0
     weight = k * min(features, 64) * rates.skinny_weight_us[element]
     us = rates.skinny_call_us[training] + weight + max(x + y, product + stores)
     return us + weight + max(x, product) if training else us

@@ -72,9 +72,12 @@ def serves_skinny(p: Matmul, precision: str, training: bool, saved: bool) -> boo
         return False
     element = _element(p, precision)
     most = max(_most_inputs(p.dtype, element, features) for features in _sizes(p, element))
-    return (
-        p.k <= most and SKINNY_LEAST_ROWS <= p.m <= INT32_MAX and ceil_div(p.n, _features(p, element)) <= p.device.sms
-    )
+    return p.k <= most and _has_room(p, _features(p, element))
+
+
+def _has_room(p: Matmul, features: int) -> bool:
+    """Return whether there are enough rows, and an SM for each block of so many features."""
+    return SKINNY_LEAST_ROWS <= p.m <= INT32_MAX and ceil_div(p.n, features) <= p.device.sms
 
 
 def _element(p: Matmul, precision: str) -> str:
@@ -101,8 +104,12 @@ def _sizes(p: Matmul, element: str) -> list[int]:
 
 
 def _features(p: Matmul, element: str) -> int:
-    """Return the features of a CTA: the least size that holds all, else the size that leaves fewest places empty."""
+    """Return the features of a CTA: the least size that holds all, else the size that leaves fewest places empty.
+
+    If there is room for whole rows of the weight with no size, it is the least one, which has room for most of a row.
+    """
     sizes = [size for size in _sizes(p, element) if p.k <= _most_inputs(p.dtype, element, size)]
+    sizes = sizes or _sizes(p, element)[:1]
     several = min(sizes, key=lambda size: (round_up(p.n, size), -size))
     return next((size for size in sizes if p.n <= size), several)
 
@@ -132,7 +139,7 @@ def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, ra
     at_once = splits * block
     whole_tiles = blocks == 1 and element in ("bfloat16", "float16") and p.y.strides == (p.n, 1)
     us = skinny_us(
-        taken, element, features * blocks, chunks, at_once,
+        taken, element, features * blocks, chunks, at_once, ceil_div(p.k, _most_inputs(p.dtype, element, features)),
         training=training, saves=saves, whole_tiles=whole_tiles, rates=rates,
     )  # fmt: skip
     us += copies_us(taken, rates=rates)
@@ -143,12 +150,19 @@ def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, ra
 def skinny_product_for(p: Matmul, precision: str) -> Skinny | None:
     """Return the launch that computes g alone, by limbs, or None if it cannot serve.
 
-    It takes x without a copy, and the weight as in `for_skinny`.
+    It takes x without a copy, and the weight as in `for_skinny`. Rows may have any length: a CTA takes `inputs_at_once`
+    of them after each other, and adds up g in memory.
     """
-    serves = _element(p, precision) == "limbs" and serves_skinny(p, precision, True, False)
-    if not serves or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
+    if not p.device.hopper or p.dtype != "float32" or _element(p, precision) != "limbs" or not on_words(p.x, p.k, 4):
+        return None
+    if not _has_room(p, _features(p, "limbs")):
         return None
     return skinny_forward(p, precision, training=False, saves=False, rates=PRODUCTS)
+
+
+def inputs_at_once(kernel: Kernel) -> int:
+    """Return how many elements of a row a variant of skinny_product multiplies before it takes more of the weight."""
+    return _most_inputs("float32", "limbs", int(dict(kernel.defines)["FEATURES"]))
 
 
 class Sums(NamedTuple):

@@ -2,9 +2,9 @@
 //
 // The limbs are those of split_limbs (docs/design/limbs.md), but they are made in registers, for each row and every 32
 // of k: only x itself is read from memory. For every 32 of k (a part) the tensor core takes the small products first,
-// from zero, and the sum is added to g in float32. The smallest product, of both second limbs, is also taken. If a mean
-// is 1e4 deviations, the first limb of x is the mean and the second limb is the deviation; without this product, the
-// variance would lose what the weight would lose without its second limb.
+// from zero, and the sum is added to g in float32. A forward also takes the smallest product, of both second limbs. If a
+// mean is 1e4 deviations, the first limb of x is the mean and the second limb is the deviation; without this product,
+// the variance would lose what the weight would lose without its second limb.
 //
 // A warpgroup multiplies 64 rows by all FEATURES. A lane has two rows of x, 8 apart, in operand A of wgmma; of each row
 // it has its own 16 bytes, which are four adjacent k of every 16. The weight lies in shared memory as sm90/wgmma.cuh
@@ -124,14 +124,15 @@ struct LimbsOfX {
         }
     }
 
-    // Issues the products with a part of the weight. `sums` is their sum after `end` has waited.
+    // Issues four products with a part of the weight, or three. `sums` is their sum after `end` has waited.
+    template <int PRODUCTS>
     __device__ __forceinline__ void begin(float (&sums)[2 * LANE_FEATURES], const uint4* weight) const {
         const unsigned long long w = operand_descriptor(smem(weight), 0);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4 * CHUNKS; ++i) {
-            const int chunk = i % CHUNKS;
-            const bool high_x = i >= 2 * CHUNKS, high_w = i / CHUNKS % 2;
+        for (int i = 0; i < PRODUCTS * CHUNKS; ++i) {
+            const int chunk = i % CHUNKS, product = i / CHUNKS + 4 - PRODUCTS;
+            const bool high_x = product >= 2, high_w = product % 2;
             wgmma_rs(sums, high_x ? high[chunk] : low[chunk], w + 2 * chunk + (high_w ? 0 : 4), i);
         }
         wgmma_commit();

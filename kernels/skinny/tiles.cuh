@@ -56,8 +56,8 @@ using OfLane = float[LANE_ROWS][LANE_FEATURES];
 // The tiles of a warp, one after the other: every WARPS-th tile of its CTA's rows, which are p.stats_rows rows from cta
 // * p.stats_rows on. If BACKWARDS, the order is from the last tile to the first. The rows come through the warp's own
 // pipeline; the constructor starts the first copies. All warps have equally many tiles; some warps have a last tile
-// without rows.
-template <bool BACKWARDS>
+// without rows. Limbs are multiplied in PRODUCTS products.
+template <bool BACKWARDS, int PRODUCTS = 4>
 struct Tiles {
     const T* x;
     const uint4* weight;
@@ -212,7 +212,7 @@ struct Tiles {
                     const LimbsOfX limbs(pipeline + stage * TILE_WORDS + place(lane / 4, lane % 4));
                     float sums[2 * LANE_FEATURES];
                     turns.await();
-                    limbs.begin(sums, weight + at_part * LIMB_WORDS);
+                    limbs.begin<PRODUCTS>(sums, weight + at_part * LIMB_WORDS);
                     turns.pass();
                     taken();
                     limbs.end(sums, g);

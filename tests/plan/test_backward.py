@@ -326,8 +326,9 @@ def test_skinny_backward_is_chosen_where_it_was_measured_faster(
         ((8192, 256, 256), False, True),  # limbs_rs is faster, as the weight has few rows
         ((5000, 96, 96), False, True),  # cuBLAS in IEEE arithmetic is faster
         ((2048, 500, 64), False, True),
-        ((50000, 64, 1024), False, False),  # no room for the weight's limbs
-        ((50000, 32, 1024), True, True),
+        ((50000, 64, 1024), True, True),  # the weight's limbs take two turns
+        ((16384, 32, 8192), True, True),
+        ((4096, 64, 4096), False, True),  # cuBLAS splits k
         ((100000, 128, 63), False, False),  # too few terms
         ((2047, 128, 128), False, False),
     ],
