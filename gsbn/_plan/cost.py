@@ -13,6 +13,9 @@ from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import SM90_BLOCK_N, by_limbs, largest_block, occupancy, sharers, stages
 
+IEEE_TILE = 32  # cuBLAS' float32 tiles, in effect: rows and features of a product that do not fill one take as long
+IEEE_SPLIT = 2048  # the least rows of a sum over rows of which cuBLAS adds up parts
+
 
 def smooth_max(times: Iterable[float], power: int) -> float:
     """Return nearly the largest of these times, and more if several are nearly as large."""
@@ -238,10 +241,11 @@ def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H2
     Kernels for rows that start or end on fewer bytes are slower.
     """
     ieee, size = element == "limbs", ITEMSIZE[p.dtype]
-    us = 2 * p.m * p.n * p.k / (rates.cublas_flops[element] * p.device.sms / 132)
-    us = math.hypot(us, p.k * size / 128 * rates.cublas_step_us[ieee])  # the second term is for few tiles and a long k
+    m, n = (round_up(p.m, IEEE_TILE), round_up(p.n, IEEE_TILE)) if ieee else (p.m, p.n)
+    us = 2 * m * n * p.k / (rates.cublas_flops[element] * p.device.sms / 132)
     if ieee:  # alignment makes no difference
         return us
+    us = math.hypot(us, p.k * size / 128 * rates.cublas_step_us)  # the second term is for few tiles and a long k
     least = word_of(p, to_y=to_y)
     if least == 16:
         return us
@@ -273,5 +277,7 @@ def copy_us(nbytes: int, *, rates: Rates = H200) -> float:
 
 def ieee_us(p: Matmul, rates: Rates) -> float:
     """Return the time of a float32 product by cuBLAS in IEEE arithmetic."""
-    operands = (p.m + p.n) * p.k * 4e-6 / rates.operand_rate[True]
-    return product_us(p, "limbs", rates=rates) + operands + rates.ieee_call_us
+    moved = ((p.m + p.n) * p.k + p.m * p.n) * 4e-6 / rates.operand_rate[True]
+    splits = p.x.strides[0] == 1 and p.k >= IEEE_SPLIT
+    call = rates.ieee_call_us + (rates.ieee_split_us if splits else 0.0)
+    return product_us(p, "limbs", rates=rates) + moved + call

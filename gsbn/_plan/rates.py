@@ -54,8 +54,9 @@ class Rates(NamedTuple):
     # ---- cuBLAS; pairs are (on tensor cores, in IEEE float32)
     cublas_flops: dict[str, float]  # by operand, on 132 SMs; "limbs" stands for IEEE float32
     ieee_call_us: float  # added per product in IEEE float32
+    ieee_split_us: float  # the same for a sum over many rows, of which cuBLAS adds up parts
     cublas_call_us: dict[str, float]  # per forward, by what follows the product (`after_product`)
-    cublas_step_us: tuple[float, float]  # per 128 bytes of k
+    cublas_step_us: float  # per 128 bytes of k, on tensor cores
     cublas_host_us: float  # the host's time for a call of cuBLAS; its time for a launch of gsbn is 3.5 us
     cublas_off_words: dict[int, float]  # by the bytes on which rows start and end: factor on tensor cores; 1 for 16
     cublas_off_words_us: float  # the most that is added per such product
