@@ -13,7 +13,7 @@ from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import SM90_BLOCK_N, by_limbs, largest_block, occupancy, sharers, stages
 
-IEEE_TILE = 32  # cuBLAS' float32 tiles, in effect: rows and features of a product that do not fill one take as long
+IEEE_TILE = 32  # rows and features of cuBLAS' float32 tiles, in effect: a tile takes as long if it is not full
 IEEE_SPLIT = 2048  # the least rows of a sum over rows of which cuBLAS adds up parts
 
 
@@ -240,12 +240,12 @@ def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H2
 
     Kernels for rows that start or end on fewer bytes are slower.
     """
-    ieee, size = element == "limbs", ITEMSIZE[p.dtype]
-    m, n = (round_up(p.m, IEEE_TILE), round_up(p.n, IEEE_TILE)) if ieee else (p.m, p.n)
-    us = 2 * m * n * p.k / (rates.cublas_flops[element] * p.device.sms / 132)
-    if ieee:  # alignment makes no difference
-        return us
-    us = math.hypot(us, p.k * size / 128 * rates.cublas_step_us)  # the second term is for few tiles and a long k
+    size, flops = ITEMSIZE[p.dtype], rates.cublas_flops[element] * p.device.sms / 132
+    if element == "limbs":  # IEEE arithmetic: alignment makes no difference
+        return 2 * round_up(p.m, IEEE_TILE) * round_up(p.n, IEEE_TILE) * p.k / flops
+    us = math.hypot(
+        2 * p.m * p.n * p.k / flops, p.k * size / 128 * rates.cublas_step_us
+    )  # the second term is for few tiles and a long k
     least = word_of(p, to_y=to_y)
     if least == 16:
         return us

@@ -106,7 +106,7 @@ def _sizes(p: Matmul, element: str) -> list[int]:
 def _features(p: Matmul, element: str) -> int:
     """Return the features of a CTA: the least size that holds all, else the size that leaves fewest places empty.
 
-    If there is room for whole rows of the weight with no size, it is the least one, which has room for most of a row.
+    If no size leaves room for whole rows of the weight, it is the least size, which leaves room for most of a row.
     """
     sizes = [size for size in _sizes(p, element) if p.k <= _most_inputs(p.dtype, element, size)]
     sizes = sizes or _sizes(p, element)[:1]
@@ -150,12 +150,11 @@ def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, ra
 def skinny_product_for(p: Matmul, precision: str) -> Skinny | None:
     """Return the launch that computes g alone, by limbs, or None if it cannot serve.
 
-    It takes x without a copy, and the weight as in `for_skinny`. Rows may have any length: a CTA takes `inputs_at_once`
-    of them after each other, and adds up g in memory.
+    It takes x without a copy, and the weight as in `for_skinny`. A CTA takes `inputs_at_once` elements of its rows,
+    then the next ones, and adds up g in memory.
     """
-    if not p.device.hopper or p.dtype != "float32" or _element(p, precision) != "limbs" or not on_words(p.x, p.k, 4):
-        return None
-    if not _has_room(p, _features(p, "limbs")):
+    limbs = p.device.hopper and _element(p, precision) == "limbs"
+    if not limbs or not on_words(p.x, p.k, ITEMSIZE[p.dtype]) or not _has_room(p, _features(p, "limbs")):
         return None
     return skinny_forward(p, precision, training=False, saves=False, rates=PRODUCTS)
 

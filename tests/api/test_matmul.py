@@ -80,14 +80,16 @@ def test_any_call(name: str, shape: Shape, dtype: str, layouts: Any) -> None:
 def test_each_path_on_a_gpu(dtype: str, gemm: str, layouts: Any) -> None:
     if gemm == "sm90" and dtype == "float64":
         gemm = "auto"
-    for shape in ((300, 520, 264), (129, 1031, 77), (5000, 64, 40)):
+    for shape in ((300, 520, 264), (129, 1031, 77), (5000, 64, 40), (2100, 1100, 41)):
         check(kind_of("cupy"), *operands(shape, dtype), layouts, gemm=gemm)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("mean", [0.0, 100.0])
-@pytest.mark.parametrize("shape", [(2048, 2048, 2048), (4096, 300, 1000), (100000, 64, 128), (64, 8192, 4096)])
+@pytest.mark.parametrize(
+    "shape", [(2048, 2048, 2048), (4096, 300, 1000), (100000, 64, 128), (20000, 1024, 64), (64, 8192, 4096)]
+)
 def test_is_as_accurate_as_cublas(shape: Shape, mean: float, precision: str) -> None:
     """At most 1.1 times the norm-wise error of cuBLAS' IEEE product, and half a unit in the last place."""
     a, b = operands(shape, "float32", mean=mean)
