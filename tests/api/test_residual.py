@@ -336,6 +336,9 @@ def test_one_launch_gives_the_bits_of_two(way: str, dtype: str, activation: Any)
         assert a.equal(b)
 
 
+COPIES = ("copy_matrix", "copy_rows")  # of operands of the products
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["relu", "gelu", ("leaky_relu", -0.5)])
 @pytest.mark.parametrize("shape", [(20001, 64, 264), (9000, 128, 4096)])  # a cluster shares the rows, and none does
@@ -360,12 +363,13 @@ def test_the_launch_of_the_sums_makes_its_gradient(dtype: str, shape: tuple[int,
     first = memory.clone()
     with prepared() as launches:
         one = call(0)
-    passes = [(of.name, ("RESIDUAL", "1") in of.defines) for of in launches]
+    passes = [(of.name, ("RESIDUAL", "1") in of.defines) for of in launches if of.name not in COPIES]
     assert passes[:2] == [("backward_sums", True), ("backward_dg", False)]
     memory.copy_(first)
     with prepared() as launches:
         two = call(1)
-    assert [of.name for of in launches][:3] == ["activate_backward", "backward_sums", "backward_dg"]
+    names = [of.name for of in launches if of.name not in COPIES]
+    assert names[:3] == ["activate_backward", "backward_sums", "backward_dg"]
     for a, b in zip(one, two, strict=True):
         assert (a is b is None) or torch.equal(a, b)  # no NaN is equal to itself
 
