@@ -243,9 +243,8 @@ def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H2
     size, flops = ITEMSIZE[p.dtype], rates.cublas_flops[element] * p.device.sms / 132
     if element == "limbs":  # IEEE arithmetic: alignment makes no difference
         return 2 * round_up(p.m, IEEE_TILE) * round_up(p.n, IEEE_TILE) * p.k / flops
-    us = math.hypot(
-        2 * p.m * p.n * p.k / flops, p.k * size / 128 * rates.cublas_step_us
-    )  # the second term is for few tiles and a long k
+    few_tiles = p.k * size / 128 * rates.cublas_step_us  # what a long k takes at least
+    us = math.hypot(2 * p.m * p.n * p.k / flops, few_tiles)
     least = word_of(p, to_y=to_y)
     if least == 16:
         return us

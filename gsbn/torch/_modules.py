@@ -138,9 +138,9 @@ def _layers(rows: tuple[Row, ...], x: Any, precision: Precision) -> list[Any] | 
         factor, activation = _factor(scale), _activation_of(after)
         if not _is_one_call(row, factor, x, precision):
             return None
-        if (differentiate and not linear._parameters["weight"].requires_grad) or (
-            after is not None and activation is None
-        ):
+        if after is not None and activation is None:
+            return None
+        if differentiate and not linear._parameters["weight"].requires_grad:
             return None
         running = norm._buffers["running_mean"], norm._buffers["running_var"]
         if any(of is not None and of.requires_grad for of in running):
