@@ -11,6 +11,9 @@
 //   rows of x may be as long as the limbs of the weight fit into shared memory; skinny_product takes rows of any
 //   length, so much of them at a time, and adds up g in memory.
 //
+// With limbs, the forwards subtract a centre from each column of x where its mean is large (skinny/centres.cuh). What is
+// called g below is then less by z, the product of the centres and the weight; the means in memory are those of g.
+//
 // Threads. A CTA has an SM to itself, FEATURES features and p.stats_rows rows; p.splits CTAs divide the rows of the
 // same features. It loads the weight into shared memory, and each warp takes tiles of the rows (Tiles); with limbs,
 // four warps take a tile together. Warps wait for each other only at the end.
@@ -27,6 +30,7 @@
 // rows that L2 still holds. skinny_product reads x and writes g once: at (802816, 128, 128) 822 MB. To write limbs of x
 // and read them would add 822 MB. Each further turn reads and writes g: at (50000, 64, 1024) 26 of 243 MB.
 #include "common/tma.cuh"
+#include "skinny/centres.cuh"
 #include "skinny/tiles.cuh"
 
 // how many rows of a lane are added in float32; with limbs only those of one tile, because the sums take registers
@@ -118,9 +122,12 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[BY_LIMBS ? FEATURES : 1];
     uint4* pipeline = weight + weight_words(p);
+    __shared__ __align__(16) float centres[BY_LIMBS ? K_AT_ONCE : 1];
+    __shared__ double z[BY_LIMBS ? FEATURES : 1];  // the product of the centres and the weight
     Tiles<false> tiles(p, x, work.cta, weight, pipeline);
+    const Sample sample(tiles, threadIdx.x);
     load_operand(p, w, work.first, weight, backs);
-    __syncthreads();
+    const bool centred = store_centres(tiles, sample, centres);
 
     constexpr int N = LANE_FEATURES, M = N / 8;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
@@ -157,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         __syncwarp();
     };
     int since = 0;  // how many rows of a lane are in sum and squares
-    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+    const auto add = [&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
         const int inside = whole ? ROWS : int(max(tiles.end - row0, 0LL));
         bool fresh = rows == 0 && inside > 0;  // the first tile is added twice: about its first row, then its mean
@@ -186,9 +193,11 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             settle_sums();
             since = 0;
         }
-    });
+    };
+    tiles.for_each(add, centred ? centres : nullptr);
     if constexpr (GROUP > LANE_ROWS) settle_sums();  // otherwise nothing is left
-    __syncthreads();                                 // the weight is no longer needed
+    if (centred) product_of_centres(p, w, work.first, centres, z);
+    __syncthreads();  // the weight is no longer needed
 
     double* sums = reinterpret_cast<double*>(shared);  // [2][WARPS][FEATURES]
 #pragma unroll
@@ -211,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     }
     const Moments pooled(pivots[0][at], of_cta, squares_of_cta, double(tiles.end - tiles.begin));
     double* partials = reinterpret_cast<double*>(workspace + p.partials) + 2 * work.cta * p.ldg + c;
-    partials[0] = pooled.mean;
+    partials[0] = centred ? pooled.mean + z[at] : pooled.mean;
     partials[p.ldg] = pooled.m2;
 }
 
@@ -244,13 +253,13 @@ __device__ __forceinline__ void for_words(const P& p, const OfLane& g, int lane,
 template <typename P, typename Of>
 __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int first, const float* backs, T* y,
                                             const long long& y_row, const long long& y_col, T* deviations,
-                                            const Of& of) {
+                                            const float* centres, const Of& of) {
     const int lane = threadIdx.x % LANES;
     const bool together =
         OF_16_BITS && p.flags & FLAG_VECTOR_Y && p.n <= FEATURES && p.n % WORD == 0 && y_col == 1 && y_row == p.n;
     char* const stagings = shared + STAGING_AT + threadIdx.x / LANES * STAGINGS * STAGING_BYTES;
     int turn = 0;
-    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+    const auto store = [&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
         if (together && whole) {
             T* const staging = reinterpret_cast<T*>(stagings + turn * STAGING_BYTES);
@@ -278,17 +287,23 @@ __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int 
             T* deviations_at = deviations + row * p.ldg + col;
             if (inside == WORD && p.flags & FLAG_VECTOR_Y) {
                 *reinterpret_cast<Word*>(to) = out;
-                if constexpr (SAVE_DEVIATIONS) *reinterpret_cast<Word*>(deviations_at) = deviation;
             } else {
 #pragma unroll
                 for (int l = 0; l < WORD; ++l)
-                    if (l < inside) {
-                        to[l * y_col] = out.at[l];
-                        if constexpr (SAVE_DEVIATIONS) deviations_at[l] = deviation.at[l];
-                    }
+                    if (l < inside) to[l * y_col] = out.at[l];
+            }
+            if constexpr (SAVE_DEVIATIONS) {
+                if (inside == WORD) {
+                    *reinterpret_cast<Word*>(deviations_at) = deviation;
+                } else {
+#pragma unroll
+                    for (int l = 0; l < WORD; ++l)
+                        if (l < inside) deviations_at[l] = deviation.at[l];
+                }
             }
         });
-    });
+    };
+    tiles.for_each(store, centres);
     if (together) tma_store_wait();
 }
 
@@ -300,10 +315,18 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     uint4* weight = reinterpret_cast<uint4*>(shared);
     const bool running = p.flags & FLAG_RUNNING;
     __shared__ float backs[BY_LIMBS ? FEATURES : 1];
+    __shared__ __align__(16) float centres[BY_LIMBS ? K_AT_ONCE : 1];
+    __shared__ double z[BY_LIMBS ? FEATURES : 1];
     if (running)
         await_kernel_ahead();  // in training skinny_stats has waited for the kernels that wrote x and the weight
     Tiles<true> tiles(p, x, work.cta, weight, weight + weight_words(p));
+    const Sample sample(tiles, threadIdx.x);
     load_operand(p, w, work.first, weight, backs);
+    const bool centred = store_centres(tiles, sample, centres);
+    if (centred) {
+        product_of_centres(p, w, work.first, centres, z);
+        __syncthreads();
+    }
     if (!running) await_kernel_ahead();
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
     __shared__ __align__(32) float made[AFFINE_ROWS][FEATURES], slopes[FEATURES], inverse_units[FEATURES];
@@ -327,6 +350,12 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             const float* from = reinterpret_cast<const float*>(workspace + p.affine) + c;
 #pragma unroll
             for (int i = 0; i < AFFINE_ROWS; ++i) made[i][threadIdx.x] = from[i * p.ldg];
+        }
+        if (centred) {  // the mean of g - z
+            float &high = made[AFFINE_MEAN][threadIdx.x], &low = made[AFFINE_MEAN_LOW][threadIdx.x];
+            const HighLow<float> mean(double(high) + low - z[threadIdx.x]);
+            high = mean.high;
+            low = mean.low;
         }
         if constexpr (SAVE_DEVIATIONS && in_units<T>) {
             inverse_units[threadIdx.x] = 1.0 / saved[SAVED_UNIT * p.n + c];
@@ -353,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             from_float(Activation<T>::of(u), out);
         };
     };
-    store_tiles(p, tiles, work.first, backs, y, p.y_row, p.y_col, deviations, of);
+    store_tiles(p, tiles, work.first, backs, y, p.y_row, p.y_col, deviations, centred ? centres : nullptr, of);
 }
 
 #if ELEMENT == ELEMENT_LIMBS && !SAVE_DEVIATIONS  // for other operands, other kernels do this
@@ -361,7 +390,6 @@ struct ProductProblem {
     long long m, n, k;
     long long ldx, ldw, ldg;  // row pitches in elements
     long long stats_rows;     // rows of a CTA
-    long long k_at_once;      // a multiple of 32; limbs of the weight for so many k are in shared memory at a time
     long long flags;          // FLAG_VECTOR_W, FLAG_VECTOR_Y of g
 };
 
@@ -380,8 +408,8 @@ __device__ __forceinline__ void for_words_of_g(const ProductProblem& p, int lane
 }
 
 // Stores all tiles, or adds them to what the same lanes have stored.
-__device__ __forceinline__ void store_sums(const ProductProblem& p, Tiles<true, 3>& tiles, int first,
-                                           const float* backs, T* g, bool adds) {
+__device__ __forceinline__ void store_sums(const ProductProblem& p, Tiles<true>& tiles, int first, const float* backs,
+                                           T* g, bool adds) {
     const int lane = threadIdx.x % LANES;
     const bool words = p.flags & FLAG_VECTOR_Y;
     tiles.for_each([&](OfLane& sums, long long row0, bool) {
@@ -422,10 +450,10 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     __shared__ float backs[FEATURES];
     ProductProblem part = p;
 #pragma unroll 1
-    for (long long k0 = 0; k0 < p.k; k0 += p.k_at_once) {
-        part.k = min(p.k - k0, p.k_at_once);
+    for (long long k0 = 0; k0 < p.k; k0 += K_AT_ONCE) {
+        part.k = min(p.k - k0, 1LL * K_AT_ONCE);
         if (k0 > 0) __syncthreads();  // all warps have read the weight
-        Tiles<true, 3> tiles(part, x + k0, work.cta, weight, weight + weight_words(part));
+        Tiles<true> tiles(part, x + k0, work.cta, weight, weight + weight_words(part));
         load_operand(part, w + k0, work.first, weight, backs);
         __syncthreads();
         store_sums(p, tiles, work.first, backs, g, k0 > 0);

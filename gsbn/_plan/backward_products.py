@@ -24,7 +24,7 @@ from .limbs import FOR_DX, SCRATCH, Operand, Splits, lay_out, limb_pitch, split_
 from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .products import Limbs, reduce_split_k, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
-from .skinny import for_skinny, inputs_at_once, skinny_product_for
+from .skinny import for_skinny, skinny_product_for
 from .sm90_tiles import Tile, cheapest_tile, is_mn_major
 from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
 from .sources import Kernel
@@ -143,8 +143,6 @@ def _multiply(
         whole = {"vector_w": start_on_words(p.w, size, axis), "vector_y": p.n * size % 16 == 0}
         fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": p.w.strides[axis], "ldg": p.n}
         fields |= {"stats_rows": product.rows, "flags": flags(vector_x=True, **whole)}
-        if product.rows:
-            fields["k_at_once"] = inputs_at_once(product.kernel)
         passed = dict(zip(("x", "w", "g"), operands, strict=True))
         build.launch(product.kernel, product.grid, fields, passed, product.block, made_of=product)
 

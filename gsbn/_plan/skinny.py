@@ -17,7 +17,6 @@ from .sm90_variants import element_for
 from .sources import Kernel, with_activation, with_renorm
 from .split_k import SplitKReduction, split_k_reduction
 from .variants import (
-    LIMBS_BYTES,
     SKINNY_CHUNKS,
     SKINNY_SUMS_CLUSTER,
     remat_sizes,
@@ -35,6 +34,7 @@ SKINNY_LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
 # The least rows for skinny_backward in float32 with more than 32 features and input features. With fewer rows, the
 # separate kernels are faster.
 LEAST_FLOAT32_ROWS = 4 * 10**5
+LEAST_FORWARD_TERMS = 24  # as LEAST_TERMS, for forwards, which subtract the centres of x
 REMAT_LEAST_FEATURES = 33  # with fewer, half of the smallest kernels that compute g again is empty
 # The most features of a CTA of skinny_sums: it then has three teams or more, and one adds while another multiplies.
 SUMS_FEATURES = 128
@@ -83,14 +83,15 @@ def _has_room(p: Matmul, features: int) -> bool:
 def _element(p: Matmul, precision: str) -> str:
     """Return how the kernels multiply. In float32, they use limbs if that is accurate, else IEEE arithmetic."""
     element = element_for(p.dtype, precision)
-    return "float32" if element == "limbs" and p.k < LEAST_TERMS else element
+    return "float32" if element == "limbs" and p.k < LEAST_FORWARD_TERMS else element
 
 
 def _most_inputs(dtype: str, element: str, features: int) -> int:
     """Return the most input features with which a CTA can have so many features."""
+    chunks = SKINNY_CHUNKS[element][-1]
     if element == "limbs":
-        return LIMBS_BYTES // (4 * features)
-    return 64 * SKINNY_CHUNKS[element][-1] // ITEMSIZE[dtype]
+        return skinny_sizes(element, features, chunks)["K_AT_ONCE"]
+    return 64 * chunks // ITEMSIZE[dtype]
 
 
 def _sizes(p: Matmul, element: str) -> list[int]:
@@ -150,18 +151,12 @@ def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, ra
 def skinny_product_for(p: Matmul, precision: str) -> Skinny | None:
     """Return the launch that computes g alone, by limbs, or None if it cannot serve.
 
-    It takes x without a copy, and the weight as in `for_skinny`. A CTA takes `inputs_at_once` elements of its rows,
-    then the next ones, and adds up g in memory.
+    It takes x without a copy, and the weight as in `for_skinny`.
     """
-    limbs = p.device.hopper and _element(p, precision) == "limbs"
+    limbs = p.device.hopper and _element(p, precision) == "limbs" and p.k >= LEAST_TERMS
     if not limbs or not on_words(p.x, p.k, ITEMSIZE[p.dtype]) or not _has_room(p, _features(p, "limbs")):
         return None
     return skinny_forward(p, precision, training=False, saves=False, rates=PRODUCTS)
-
-
-def inputs_at_once(kernel: Kernel) -> int:
-    """Return how many elements of a row a variant of skinny_product multiplies before it takes more of the weight."""
-    return _most_inputs("float32", "limbs", int(dict(kernel.defines)["FEATURES"]))
 
 
 class Sums(NamedTuple):

@@ -23,7 +23,6 @@ SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # WIDTH of split_limbs: the most
 # By operand: the chunks of 64 bytes of a row of x that skinny.cu's kernels take at once. Except with limbs, they take
 # the whole row.
 SKINNY_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
-LIMBS_BYTES = Constants("skinny/config.cuh", {})["LIMBS_BYTES"]  # bytes of the weight's limbs in a CTA
 SKINNY_SUMS_CLUSTER = 2  # CTAs of a cluster of skinny_sums, so that half as many splits must be merged
 SKINNY_SIZES = (32, 64, 128)  # features and input features for which variants of skinny_backward have room
 SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the largest of these sizes, without wide variants

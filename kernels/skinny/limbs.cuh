@@ -2,9 +2,7 @@
 //
 // The limbs are those of split_limbs (docs/design/limbs.md), but they are made in registers, for each row and every 32
 // of k: only x itself is read from memory. For every 32 of k (a part) the tensor core takes the small products first,
-// from zero, and the sum is added to g in float32. A forward also takes the smallest product, of both second limbs. If a
-// mean is 1e4 deviations, the first limb of x is the mean and the second limb is the deviation; without this product,
-// the variance would lose what the weight would lose without its second limb.
+// from zero, and the sum is added to g in float32.
 //
 // A warpgroup multiplies 64 rows by all FEATURES. A lane has two rows of x, 8 apart, in operand A of wgmma; of each row
 // it has its own 16 bytes, which are four adjacent k of every 16. The weight lies in shared memory as sm90/wgmma.cuh
@@ -101,15 +99,22 @@ struct LimbsOfX {
     unsigned high[CHUNKS][4], low[CHUNKS][4];
     float back[LANE_ROWS];
 
-    // `at`: the lane's 16 bytes of its first row
-    __device__ __forceinline__ explicit LimbsOfX(const uint4* at) {
+    // `at`: the lane's 16 bytes of its first row; `centres`: those of the same columns, if they are subtracted
+    __device__ __forceinline__ explicit LimbsOfX(const uint4* at, const float* centres = nullptr) {
         float v[LANE_ROWS][CHUNKS][4];
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS * CHUNKS; ++i)
+            *reinterpret_cast<uint4*>(v[i % LANE_ROWS][i / LANE_ROWS]) = at[i * LANES];
+        if (centres != nullptr)
+#pragma unroll
+            for (int i = 0; i < CHUNKS * 4; ++i)
+#pragma unroll
+                for (int j = 0; j < LANE_ROWS; ++j) v[j][i / 4][i % 4] -= centres[i / 4 * CHUNK + i % 4];
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; ++i) {
             float top = 0.0f;
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                *reinterpret_cast<uint4*>(v[i][chunk]) = at[(chunk * LANE_ROWS + i) * LANES];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) top = fmaxf(top, fabsf(v[i][chunk][j]));
             }
@@ -124,14 +129,13 @@ struct LimbsOfX {
         }
     }
 
-    // Issues four products with a part of the weight, or three. `sums` is their sum after `end` has waited.
-    template <int PRODUCTS>
+    // Issues three products with a part of the weight. `sums` is their sum after `end` has waited.
     __device__ __forceinline__ void begin(float (&sums)[2 * LANE_FEATURES], const uint4* weight) const {
         const unsigned long long w = operand_descriptor(smem(weight), 0);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < PRODUCTS * CHUNKS; ++i) {
-            const int chunk = i % CHUNKS, product = i / CHUNKS + 4 - PRODUCTS;
+        for (int i = 0; i < 3 * CHUNKS; ++i) {
+            const int chunk = i % CHUNKS, product = i / CHUNKS + 1;
             const bool high_x = product >= 2, high_w = product % 2;
             wgmma_rs(sums, high_x ? high[chunk] : low[chunk], w + 2 * chunk + (high_w ? 0 : 4), i);
         }

@@ -56,8 +56,8 @@ using OfLane = float[LANE_ROWS][LANE_FEATURES];
 // The tiles of a warp, one after the other: every WARPS-th tile of its CTA's rows, which are p.stats_rows rows from cta
 // * p.stats_rows on. If BACKWARDS, the order is from the last tile to the first. The rows come through the warp's own
 // pipeline; the constructor starts the first copies. All warps have equally many tiles; some warps have a last tile
-// without rows. Limbs are multiplied in PRODUCTS products.
-template <bool BACKWARDS, int PRODUCTS = 4>
+// without rows.
+template <bool BACKWARDS>
 struct Tiles {
     const T* x;
     const uint4* weight;
@@ -68,6 +68,7 @@ struct Tiles {
     int part, parts;       // the number of that part; how many parts a tile has
     long long begin, end;  // the CTA's rows
     int tiles;             // how many tiles a warp has
+    long long k;           // elements of a row
     long long ldx, step;   // row pitch; rows from tile to tile
     int bytes, lane;       // bytes: how many a row has from this lane's first 16 on
     bool whole;            // every lane has all of its 16 bytes
@@ -81,6 +82,7 @@ struct Tiles {
           begin(cta * p.stats_rows),
           end(min(begin + p.stats_rows, p.m)),
           tiles(int((end - begin + BLOCK_ROWS - 1) / BLOCK_ROWS)),
+          k(p.k),
           ldx(p.ldx),
           step(BACKWARDS ? -BLOCK_ROWS : BLOCK_ROWS),
           lane(threadIdx.x % LANES),
@@ -187,9 +189,9 @@ struct Tiles {
     }
 
     // Calls then(g, first row, whether all rows exist) for every tile. With limbs, the caller must still multiply g by
-    // each feature's `back` (load_limbs).
+    // each feature's `back` (load_limbs); `centres`, if not null, are subtracted from the columns of x.
     template <typename Then>
-    __device__ void for_each(const Then& then) {
+    __device__ __forceinline__ void for_each(const Then& then, const float* centres = nullptr) {
         long long row = first;
         int stage = 0;
         const auto taken = [&] {  // this lane has read its words of a part
@@ -209,10 +211,13 @@ struct Tiles {
 #pragma unroll 1
                 for (int at_part = 0; at_part < parts; ++at_part) {
                     await_copies<STAGES - 1>();
-                    const LimbsOfX limbs(pipeline + stage * TILE_WORDS + place(lane / 4, lane % 4));
+                    const uint4* const rows = pipeline + stage * TILE_WORDS + place(lane / 4, lane % 4);
+                    const int column = at_part * (CHUNKS * CHUNK) + lane % 4 * WORD;
+                    const LimbsOfX limbs(rows, centres == nullptr ? nullptr : centres + column);
                     float sums[2 * LANE_FEATURES];
+                    if (parts < 0) __trap();  // never: the compiler keeps the limbs before it, so ahead of the turn
                     turns.await();
-                    limbs.begin<PRODUCTS>(sums, weight + at_part * LIMB_WORDS);
+                    limbs.begin(sums, weight + at_part * LIMB_WORDS);
                     turns.pass();
                     taken();
                     limbs.end(sums, g);

@@ -55,6 +55,9 @@ PATHS = {
         ((100, 2048, 512),), ("float32",), "sm90", Limits(sm90=(32, 1, 1), limbs_rs=True), hopper=True
     ),
     "skinny": Path(((100000, 32, 32), (30000, 64, 48)), FAST, limits=Limits(skinny=True), hopper=True),
+    "skinny, limbs of few inputs": Path(
+        ((9000, 32, 72), (20001, 33, 48), (9000, 56, 200)), ("float32",), limits=Limits(skinny=True), hopper=True
+    ),
     "skinny, long rows": Path(((9000, 128, 200),), ("float32", "tf32"), limits=Limits(skinny=True), hopper=True),
     "tall": Path(((20000, 96, 136),), ("float32",), limits=Limits(tall=True), hopper=True),
     "ghosts": Path(((1200, 300, 136), (64, 100, 61)), ALL, groups=4),

@@ -12,8 +12,8 @@ import gsbn
 from gsbn import reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.gemm import LEAST_TERMS
-from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch
+from gsbn._plan.skinny import LEAST_FORWARD_TERMS
+from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch, norm_error
 from tests.support.gradients import assert_made_of_limbs, before_relu, draw_dy, dx_of, gradient_bounds, step, truth_of
 from tests.support.harness import DTYPES, LAYOUTS, assert_same_bits, forward, kind_of, without_out
 from tests.support.strategies import Case
@@ -35,7 +35,7 @@ def assert_right(case: Case, precision: str, layouts: dict[str, str] | None = No
             assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))
     truth = reference.forward(**without_out(arrays), **case.options)
     operand = TF32 if (case.dtype, precision) == ("float32", "high") else 0.0
-    limbs = (case.dtype, precision) == ("float32", "highest") and case.shape[1] >= LEAST_TERMS
+    limbs = (case.dtype, precision) == ("float32", "highest") and case.shape[1] >= LEAST_FORWARD_TERMS
     assert_outcome_within(got, truth, bounds(arrays, truth, **case.options, operand=operand, limbs=limbs))
 
 
@@ -203,3 +203,25 @@ def test_a_constant_feature_is_beta_and_a_far_first_row_costs_nothing(dtype: str
     assert_same_bits(got.y[:, :8], np.tile(reference.round_to(arrays["beta"][:8], got.y.dtype), (50000, 1)))
     truth = reference.forward(**without_out(arrays), training=True)
     assert_outcome_within(got, truth, bounds(arrays, truth, training=True))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(5000, 100, 40), (4096, 1000, 20), (6000, 101, 70), (70000, 24, 200)])
+def test_a_large_mean_costs_no_digits(shape: tuple[int, int, int], training: bool) -> None:
+    """The centres of x's columns are subtracted before the product, so its error is that of a product of deviations.
+
+    By limbs that is at most 2⁻²¹ of |x - c||w|ᵀ, and 2⁻²³ of g norm-wise; y is rounded once. Without centres it was
+    2⁻²³ of a g that is 10³ to 10⁴ times as large.
+    """
+    case = Case(shape, "float32", training)
+    arrays = case.arrays()
+    rng = np.random.default_rng(0)
+    arrays["x"] += rng.choice([-1e4, 1e3, 3e3, 1e4], shape[1]).astype("f4")
+    if not training:
+        told = reference.forward(**without_out(arrays), training=True, momentum=1.0)
+        arrays |= {"running_mean": told.running_mean.astype("f4"), "running_var": told.running_var.astype("f4")}
+    got = forward(kind_of("cupy"), arrays, limits=SKINNY, training=training)
+    truth = reference.forward(**without_out(arrays), training=training)
+    assert norm_error(got.y, truth.y) < 2.0**-21
+    if training:
+        assert norm_error(got.running_var, truth.running_var) < 2.0**-21

@@ -17,9 +17,8 @@ from gsbn._plan.gemm import LEAST_TERMS
 from gsbn._plan.limbs import AT_ONCE, FOR_DX, Splits, maxima_grid, split_grid, tiles_grid
 from gsbn._plan.problem import VECTORS
 from gsbn._plan.program import Launch
-from gsbn._plan.skinny import inputs_at_once
 from gsbn._plan.sm90_variants import MODES
-from gsbn._plan.sources import Kernel
+from gsbn._plan.sources import Constants, Kernel
 from gsbn._plan.split_k import RESIDENT, SplitKReduction, Tall
 from gsbn._plan.variants import THREADS, split_limbs, tile_kernels
 from tests.plan.seen import Backward, Forward, Made, assert_steps_fit, offset_of
@@ -338,7 +337,7 @@ def assert_skinny_product_fits(p: Matmul, product: Made) -> None:
     assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "skinny_product"
     assert product.kernel.shared <= 227 << 10
     features = int(dict(product.kernel.defines)["FEATURES"])
-    at_once = inputs_at_once(product.kernel)
+    at_once = Constants("skinny.cu", dict(product.kernel.defines))["K_AT_ONCE"]
     assert at_once % 32 == 0 and 4 * features * at_once <= 128 << 10  # limbs of the weight in shared memory
     blocks = -(-p.n // features)
     assert product.grid % blocks == 0 and product.grid <= p.device.sms

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gsbn._plan import INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, precision_for
 from gsbn._plan.gemm import MAX_TERMS
 from gsbn._plan.problem import row_threads_for
+from gsbn._plan.skinny import skinny_product_for
 from gsbn._plan.sm90_tiles import candidates
 from tests.plan.fits import FIELDS, assert_fits, contiguous, is_cluster_batch, is_recompute, problems, saved_dtype
 from tests.plan.seen import backward_plan, offset_of, plan
@@ -82,6 +83,15 @@ def test_few_inputs_are_multiplied_in_ieee_arithmetic() -> None:
     """For which PyTorch takes no TF32 either; a call without a product has no inputs."""
     assert [precision_for("high", 40, k) for k in (1, 5, 15, 16)] == ["highest"] * 3 + ["high"]
     assert precision_for("high", 40, None) == "high"
+
+
+def test_short_rows_are_multiplied_by_limbs_where_these_are_accurate() -> None:
+    """A forward subtracts the centres of x before, a product alone does not."""
+    for k in (8, 23, 24, 63, 64):
+        p = contiguous(100000, 128, k, "float32")._replace(limits=Limits(skinny=True))
+        kernel = plan(p, training=False).normalize.kernel
+        assert dict(kernel.defines)["ELEMENT"] == ("ELEMENT_LIMBS" if k >= 24 else "ELEMENT_FLOAT32")
+        assert (skinny_product_for(p, "highest") is not None) == (k >= 64)
 
 
 @pytest.mark.parametrize("shape", [(3, 8192, 1), (64, 4096, 1), (4096, 512, 1)])
