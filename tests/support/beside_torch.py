@@ -274,7 +274,7 @@ class Tally:
             limit *= times if shape[1] in inputs else 1.0
             if kind == "tf32" and path != "tiled":  # has no TF32. Each library chooses cuBLAS kernels by speed
                 limit = max(limit, TF32_LEAST)
-            if (family, kind, quantity) == ("mean 1e4", "float32", "running_var") and path in ("skinny", "sm90"):
+            if (family, kind, quantity) == ("mean 1e4", "float32", "running_var") and path == "sm90":
                 limit = max(limit, dropped(shape[1]))
             share = 0.0 if not np.isfinite(limit) else mine / limit if np.isfinite(mine) else np.inf
             row = {"family": family, "path": path, "gemm": gemm, "shape": list(shape), "kind": kind, "mode": mode}
