@@ -2,11 +2,11 @@
 //
 //   g - z = sum_k (x_k - c_k) w_k        z = sum_k c_k w_k, in float64
 //
-// A limb of x is off by a part of x, and the tensor core cuts off in units of the largest term. Where a column has a
-// large mean, both would count beside its spread, and the second in the same direction in all rows. c_k is a number
-// that column k is near, so x_k - c_k is small, and its rounding is a part of itself. Each CTA has its own centres. A
-// column has one only if five of the CTA's rows agree: if they are at least 32 times as large as they are apart. So
-// c_k = 0 where a column is not far from 0, and in a CTA that sees padding or an outlier among the five.
+// Limbs err by 2^-23 of x, and the tensor core cuts sums off at a part of their largest term, always towards zero. If
+// the mean of a column is large, both errors are large beside the column's spread, and the second has the same sign in
+// all rows. So a number c_k that column k is near is subtracted first; x_k - c_k is rounded by 2^-24 of itself. Each CTA
+// has its own centres: c_k is the column's element in one of five rows, if all five are at least 32 times as large as
+// they are apart. Otherwise the column is not far from 0, or one of the rows is padding or an outlier, and c_k = 0.
 #pragma once
 #include "skinny/config.cuh"
 
