@@ -1,15 +1,12 @@
 // skinny: computes a forward of many short rows without writing g to memory. skinny_stats computes g from x and keeps
 // only its statistics. skinny_normalize computes the same g again, bit for bit, and y from it. They replace scale_stats
-// and normalize; merge_statistics runs between them. skinny_product (for limbs only) writes g itself: it computes the
-// backward's dx = dg w, with dg as x and the columns of w as rows. It replaces split_limbs and forward_sm90's GEMM.
+// and normalize; merge_statistics runs between them.
 //
 //   x (m, k) of T, row pitch ldx; rows start on 16 bytes and have at most CHUNKS * 64 bytes
 //   weight (n, k) of T, row pitch ldw
 //   y (m, n) of T, any strides; with SAVE_DEVIATIONS, the deviations of g (m, n), row pitch ldg, rows on 16 bytes
-//   g (m, n) of T, written by skinny_product, row pitch ldg
 //   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, as limbs, or in IEEE float32 by FMAs. With limbs,
-//   rows of x may be as long as the limbs of the weight fit into shared memory; skinny_product takes rows of any
-//   length, so much of them at a time, and adds up g in memory.
+//   rows of x may be as long as the limbs of the weight fit into shared memory.
 //
 // With limbs, the forwards subtract a centre from each column of x where its mean is large (skinny/centres.cuh). What is
 // called g below is then less by z, the product of the centres and the weight; the means in memory are those of g.
@@ -27,8 +24,7 @@
 //
 // Bytes moved. x is read twice and y is written once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g.
 // To write and read g, which is float32, would add 256 MB. skinny_normalize begins where skinny_stats ended, with the
-// rows that L2 still holds. skinny_product reads x and writes g once: at (802816, 128, 128) 822 MB. To write limbs of x
-// and read them would add 822 MB. Each further turn reads and writes g: at (50000, 64, 1024) 26 of 243 MB.
+// rows that L2 still holds.
 #include "common/tma.cuh"
 #include "skinny/centres.cuh"
 #include "skinny/tiles.cuh"
@@ -54,40 +50,6 @@ __device__ __forceinline__ void sum_over_rows(float* v, int lane) {
         v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, BIT);
     }
     if constexpr (BIT > 4) sum_over_rows<N / 2, BIT / 2>(v, lane);
-}
-
-// The work of a CTA: its block of FEATURES features, the first feature of the block, and the CTA's number among the
-// p.splits CTAs of the block.
-struct CtaWork {
-    unsigned block, cta;
-    int first;
-    template <typename P>
-    __device__ explicit CtaWork(const P& p) {
-        const unsigned blocks = unsigned((p.n + FEATURES - 1) / FEATURES);
-        block = blockIdx.x % blocks;
-        cta = blockIdx.x / blocks;
-        first = int(block) * FEATURES;
-    }
-};
-
-// Undoes the scaling of limbs.
-__device__ __forceinline__ void bring_back(OfLane& g, int lane, const float* backs) {
-    if constexpr (BY_LIMBS)
-#pragma unroll
-        for (int j = 0; j < LANE_FEATURES; ++j)
-#pragma unroll
-            for (int i = 0; i < LANE_ROWS; ++i) g[i][j] *= backs[feature_of(lane % 4, j)];
-}
-
-template <typename P>
-__device__ inline void load_operand(const P& p, const T* w, int first, uint4* weight, float* backs) {
-    if constexpr (BY_LIMBS) {
-        if (p.flags & FLAG_VECTOR_W && p.k % 4 == 0)
-            load_limbs<true>(p, w, first, weight, backs);
-        else
-            load_limbs<false>(p, w, first, weight, backs);
-    } else
-        load_weight(p, w, first, weight);
 }
 
 // Adds d = g - pivot and d^2 of a lane's elements to the sums of their features. Rows from `inside` on are set to the
@@ -223,8 +185,6 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     partials[0] = centred ? pooled.mean + z[at] : pooled.mean;
     partials[p.ldg] = pooled.m2;
 }
-
-using Word = Vector<T, WORD>;
 
 // Calls put(row, at, y, deviations) for all words of a lane: WORD features of a row of the tile, from the CTA's feature
 // `at` on. of(at) returns a function for these features. It turns an element of g, with its number among them, into an
@@ -384,79 +344,3 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     };
     store_tiles(p, tiles, work.first, backs, y, p.y_row, p.y_col, deviations, centred ? centres : nullptr, of);
 }
-
-#if ELEMENT == ELEMENT_LIMBS && !SAVE_DEVIATIONS  // for other operands, other kernels do this
-struct ProductProblem {
-    long long m, n, k;
-    long long ldx, ldw, ldg;  // row pitches in elements
-    long long stats_rows;     // rows of a CTA
-    long long flags;          // FLAG_VECTOR_W, FLAG_VECTOR_Y of g
-};
-
-// Calls then(i, j, address, how many of its elements exist) for each word of g that a lane has in a tile (OfLane).
-template <typename Then>
-__device__ __forceinline__ void for_words_of_g(const ProductProblem& p, int lane, long long row0, long long end,
-                                               int first, T* g, const Then& then) {
-#pragma unroll
-    for (int j = 0; j < LANE_FEATURES; j += WORD)
-#pragma unroll
-        for (int i = 0; i < LANE_ROWS; ++i) {
-            const int at = first + feature_of(lane % 4, j);
-            const long long row = row0 + lane / 4 + i * 8;
-            then(i, j, g + row * p.ldg + at, row < end ? int(max(min(p.n - at, 1LL * WORD), 0LL)) : 0);
-        }
-}
-
-// Stores all tiles, or adds them to what the same lanes have stored.
-__device__ __forceinline__ void store_sums(const ProductProblem& p, Tiles<true>& tiles, int first, const float* backs,
-                                           T* g, bool adds) {
-    const int lane = threadIdx.x % LANES;
-    const bool words = p.flags & FLAG_VECTOR_Y;
-    tiles.for_each([&](OfLane& sums, long long row0, bool) {
-        OfLane before = {};
-        if (adds)  // all loads are in flight at once
-            for_words_of_g(p, lane, row0, tiles.end, first, g, [&](int i, int j, const T* from, int inside) {
-                if (inside == WORD && words) {
-                    const Word v = *reinterpret_cast<const Word*>(from);
-#pragma unroll
-                    for (int l = 0; l < WORD; ++l) before[i][j + l] = v.at[l];
-                } else {
-#pragma unroll
-                    for (int l = 0; l < WORD; ++l)
-                        if (l < inside) before[i][j + l] = from[l];
-                }
-            });
-        bring_back(sums, lane, backs);
-        for_words_of_g(p, lane, row0, tiles.end, first, g, [&](int i, int j, T* to, int inside) {
-            Word v;
-#pragma unroll
-            for (int l = 0; l < WORD; ++l) v.at[l] = before[i][j + l] + sums[i][j + l];
-            if (inside == WORD && words) {
-                *reinterpret_cast<Word*>(to) = v;
-            } else {
-#pragma unroll
-                for (int l = 0; l < WORD; ++l)
-                    if (l < inside) to[l] = v.at[l];
-            }
-        });
-    });
-}
-
-extern "C" __global__ void __launch_bounds__(CTA, 1)
-    skinny_product(const __grid_constant__ ProductProblem p, const T* x, const T* w, T* g) {
-    await_kernel_ahead();  // the kernel ahead may have copied the weight
-    const CtaWork work(p);
-    uint4* weight = reinterpret_cast<uint4*>(shared);
-    __shared__ float backs[FEATURES];
-    ProductProblem part = p;
-#pragma unroll 1
-    for (long long k0 = 0; k0 < p.k; k0 += K_AT_ONCE) {
-        part.k = min(p.k - k0, 1LL * K_AT_ONCE);
-        if (k0 > 0) __syncthreads();  // all warps have read the weight
-        Tiles<true> tiles(part, x + k0, work.cta, weight, weight + weight_words(part));
-        load_operand(part, w + k0, work.first, weight, backs);
-        __syncthreads();
-        store_sums(p, tiles, work.first, backs, g, k0 > 0);
-    }
-}
-#endif

@@ -121,7 +121,7 @@ class Limits(NamedTuple):
     cluster_batch: bool | None = None  # mode "cluster_batch" of forward_sm90 in training
     limbs_rs: bool | None = None  # forward_sm90 makes the weight's limbs in registers
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
-    skinny: bool | None = None  # the kernels of skinny.cu
+    skinny: bool | None = None  # the skinny kernels
     remat: bool | None = None  # the backward computes g again, and the forward stores no deviations
     tall: bool | None = None  # tall_product for dw
     dual: bool | None = None  # dual_gemm for dx and dw

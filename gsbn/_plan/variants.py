@@ -212,7 +212,7 @@ def skinny(element: str, features: int, chunks: int, saves: bool = False) -> tup
 
 def skinny_product(features: int, chunks: int) -> Kernel:
     """Return the variant of skinny_product, which multiplies limbs, for a CTA like that of skinny_stats."""
-    return skinny("limbs", features, chunks)[0]._replace(name="skinny_product")
+    return skinny("limbs", features, chunks)[0]._replace(name="skinny_product", file="skinny_product")
 
 
 def skinny_features(element: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-// The sizes of a variant of the kernels in skinny.cu: operands, tiles, shared memory. gsbn/_plan/variants.py reads the
+// The sizes of a variant of the kernels in skinny.cu and skinny_product.cu: operands, tiles, shared memory. gsbn/_plan/variants.py reads the
 // sizes.
 #pragma once
 #include "common/activation.cuh"
@@ -48,7 +48,7 @@ constexpr int TILE_WORDS = CHUNKS * LANE_ROWS * LANES;  // words in a stage of a
 // Shared memory: the weight, then the pipelines of all warps, and in 16 bits the tiles of y that skinny_normalize stores.
 // The limbs of the weight leave less for the pipelines.
 constexpr int LIMBS_BYTES = 128 * 1024;
-constexpr int K_AT_ONCE = LIMBS_BYTES / (4 * FEATURES);  // elements of rows whose limbs fit, a multiple of a part
+constexpr int K_AT_ONCE = LIMBS_BYTES / (4 * FEATURES);  // elements of the weight's rows whose limbs fit
 constexpr int WEIGHT_BYTES = BY_LIMBS ? LIMBS_BYTES : 64 * FEATURES * CHUNKS;
 constexpr int PIPELINE_WORDS = (BY_LIMBS ? 72 : 128) * 64;
 constexpr int STAGING_AT = WEIGHT_BYTES + 16 * PIPELINE_WORDS;

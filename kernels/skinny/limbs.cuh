@@ -135,8 +135,8 @@ struct LimbsOfX {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 3 * CHUNKS; ++i) {
-            const int chunk = i % CHUNKS, product = i / CHUNKS + 1;
-            const bool high_x = product >= 2, high_w = product % 2;
+            const int chunk = i % CHUNKS, product = i / CHUNKS;
+            const bool high_x = product > 0, high_w = product != 1;
             wgmma_rs(sums, high_x ? high[chunk] : low[chunk], w + 2 * chunk + (high_w ? 0 : 4), i);
         }
         wgmma_commit();

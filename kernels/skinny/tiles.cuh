@@ -50,6 +50,8 @@ __device__ inline void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
 #undef MMA
 }
 
+using Word = Vector<T, WORD>;  // what a lane reads or writes at once
+
 // A lane's elements of a tile: [i][j] is row lane / 4 + 8 i and feature feature_of(lane % 4, j).
 using OfLane = float[LANE_ROWS][LANE_FEATURES];
 
@@ -215,7 +217,7 @@ struct Tiles {
                     const int column = at_part * (CHUNKS * CHUNK) + lane % 4 * WORD;
                     const LimbsOfX limbs(rows, centres == nullptr ? nullptr : centres + column);
                     float sums[2 * LANE_FEATURES];
-                    if (parts < 0) __trap();  // never: the compiler keeps the limbs before it, so ahead of the turn
+                    if (parts < 0) __trap();  // without a branch here, the compiler makes limbs behind the barrier
                     turns.await();
                     limbs.begin(sums, weight + at_part * LIMB_WORDS);
                     turns.pass();
@@ -239,3 +241,37 @@ struct Tiles {
         await_copies<0>();
     }
 };
+
+// The work of a CTA: its block of FEATURES features, the first feature of the block, and the CTA's number among the
+// p.splits CTAs of the block.
+struct CtaWork {
+    unsigned block, cta;
+    int first;
+    template <typename P>
+    __device__ explicit CtaWork(const P& p) {
+        const unsigned blocks = unsigned((p.n + FEATURES - 1) / FEATURES);
+        block = blockIdx.x % blocks;
+        cta = blockIdx.x / blocks;
+        first = int(block) * FEATURES;
+    }
+};
+
+// Undoes the scaling of limbs.
+__device__ __forceinline__ void bring_back(OfLane& g, int lane, const float* backs) {
+    if constexpr (BY_LIMBS)
+#pragma unroll
+        for (int j = 0; j < LANE_FEATURES; ++j)
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; ++i) g[i][j] *= backs[feature_of(lane % 4, j)];
+}
+
+template <typename P>
+__device__ inline void load_operand(const P& p, const T* w, int first, uint4* weight, float* backs) {
+    if constexpr (BY_LIMBS) {
+        if (p.flags & FLAG_VECTOR_W && p.k % 4 == 0)
+            load_limbs<true>(p, w, first, weight, backs);
+        else
+            load_limbs<false>(p, w, first, weight, backs);
+    } else
+        load_weight(p, w, first, weight);
+}

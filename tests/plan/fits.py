@@ -337,7 +337,7 @@ def assert_skinny_product_fits(p: Matmul, product: Made) -> None:
     assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "skinny_product"
     assert product.kernel.shared <= 227 << 10
     features = int(dict(product.kernel.defines)["FEATURES"])
-    at_once = Constants("skinny.cu", dict(product.kernel.defines))["K_AT_ONCE"]
+    at_once = Constants("skinny_product.cu", dict(product.kernel.defines))["K_AT_ONCE"]
     assert at_once % 32 == 0 and 4 * features * at_once <= 128 << 10  # limbs of the weight in shared memory
     blocks = -(-p.n // features)
     assert product.grid % blocks == 0 and product.grid <= p.device.sms
