@@ -16,6 +16,7 @@
 //
 // Bytes moved: g, y and the deviations once, the minimum; at (16384, 4096) in float32 537 MB, plus 268 MB for the
 // deviations.
+#include "common/walk.cuh"
 #include "normalize/normalized.cuh"
 
 #ifndef RUNNING
@@ -25,6 +26,27 @@
 constexpr int UNROLL = 4;
 constexpr int CTAS = SAVE_DEVIATIONS ? 3 : 4;  // the least number on an SM: as many as fit without spilling
 constexpr int WIDEST = 32 * VEC;               // columns of a block
+
+// Takes a thread's rows of g, AT_ONCE at once if its words can be read whole: if all its columns exist, or if g is not y,
+// so that rows of g are padded. store_y(address, word of y) stores y.
+template <int AT_ONCE, typename Store>
+__device__ __forceinline__ void take_rows(const Normalize& normalize, int rows, int inside, bool whole_words,
+                                          const G* from, long long from_step, Y* to, long long to_step, D* deviations,
+                                          const Store& store_y) {
+    const auto put = [&](const Vector<G, VEC>& in) {
+        normalize(in, deviations, [&](const Vector<Y, VEC>& out) { store_y(to, out); });
+        to += to_step;
+        deviations += from_step;
+    };
+    for (; whole_words && rows >= AT_ONCE; rows -= AT_ONCE) {
+        Vector<G, VEC> in[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i, from += from_step) in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) put(in[i]);
+    }
+    for (; rows > 0; --rows, from += from_step) put(load<G, VEC>(from, inside));
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     normalize(const __grid_constant__ ForwardProblem p, const G* g, Y* y, const char* workspace, const void* bias,
@@ -42,10 +64,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         const long long col = first_col + at_once.column;
         const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
         const Column place(p, col);
-        const int inside = place.inside<VEC>();
+        const RowOfLanes<VEC> lanes(at_once, place);
+        const int inside = lanes.inside;
 
         const G* affine = reinterpret_cast<const G*>(workspace + p.affine) + col;
-        long long pitch = pitch_of_columns(p), row = begin + at_once.row;
+        const long long row = begin + at_once.row;
+        long long pitch = pitch_of_columns(p);
         const long long from_step = at_once.rows * p.ldg, to_step = at_once.rows * p.y_row;
         const G* from = g + row * p.ldg + place.at(p.ldg);
         if constexpr (RUNNING) {
@@ -67,15 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         if (inside == 0) return;
 
         const auto constant = [&](int row) { return load<G, VEC>(affine + row * pitch, inside); };
-        Normalize normalize{constant(AFFINE_MEAN),
-                            constant(AFFINE_MEAN_LOW),
-                            constant(AFFINE_A),
-                            constant(AFFINE_BETA),
-                            {},
-                            {},
-                            p.y_col,
-                            inside,
-                            inside == VEC && p.flags & FLAG_VECTOR_Y};
+        Normalize normalize{
+            constant(AFFINE_MEAN), constant(AFFINE_MEAN_LOW), constant(AFFINE_A), constant(AFFINE_BETA), {}, {}};
         if (UNITS) {
             const double* of_ghost = saved_of(p, saved, col) + col;
 #pragma unroll
@@ -86,20 +103,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                 }
         }
 
+        const int rows = count_every(int(end - begin), at_once.row, at_once.rows);
         Y* to = y + row * p.y_row + place.at(p.y_row, p.y_col);
         D* deviations_at = deviations + row * p.ldg + place.at(p.ldg);
-        const auto put = [&](const Vector<G, VEC>& in) {
-            normalize(in, to, deviations_at);
-            to += to_step;
-            deviations_at += from_step;
-        };
-        for (; normalize.whole && row + (UNROLL - 1) * at_once.rows < end; row += UNROLL * at_once.rows) {
-            Vector<G, VEC> in[UNROLL];
-#pragma unroll
-            for (int i = 0; i < UNROLL; ++i, from += from_step) in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);
-#pragma unroll
-            for (int i = 0; i < UNROLL; ++i) put(in[i]);
-        }
-        for (; row < end; row += at_once.rows, from += from_step) put(load<G, VEC>(from, inside));
+        const bool vector_y = p.flags & FLAG_VECTOR_Y, whole = inside == VEC;
+        if (!vector_y && p.y_col == 1 && p.n >= LEAST_WORDS * VEC)  // registers for more rows at once are lacking
+            take_rows<UNROLL / 2>(normalize, rows, inside, true, from, from_step, to, to_step, deviations_at,
+                                  [&](Y* at, const Vector<Y, VEC>& out) { lanes.store(at, out); });
+        else
+            take_rows<UNROLL>(
+                normalize, rows, inside, whole || !vector_y, from, from_step, to, to_step, deviations_at,
+                [&](Y* at, const Vector<Y, VEC>& out) { store_word(at, out, inside, whole && vector_y, p.y_col); });
     });
 }

@@ -77,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     for_each_item(at_once.blocks(p.n), [&](unsigned item) {
         const long long col0 = 1LL * item * at_once.columns, col = col0 + at_once.column;
         const Column place(p, col);
-        const int inside = place.inside<VEC>();
+        const RowOfLanes<VEC> lanes(at_once, place);
+        const int inside = lanes.inside;
         const int count = inside > 0 ? count_every(int(p.m), at_once.row, at_once.rows) : 0;
         const G* first_g = g + at_once.row * p.ldg + place.at(p.ldg);
         Walk<STAGES, RowsOfG> rows(count,
@@ -157,17 +158,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                                   constant(AFFINE_A),
                                   constant(AFFINE_BETA),
                                   UNITS ? constant(OF_SLOPE) : Vector<G, VEC>(),
-                                  UNITS ? constant(OF_INVERSE_UNIT) : Vector<G, VEC>(),
-                                  p.y_col,
-                                  inside,
-                                  inside == VEC && p.flags & FLAG_VECTOR_Y};
+                                  UNITS ? constant(OF_INVERSE_UNIT) : Vector<G, VEC>()};
+        const bool vector_y = p.flags & FLAG_VECTOR_Y;
+        const bool unaligned = !vector_y && p.y_col == 1 && p.n >= LEAST_WORDS * VEC;
         const long long end = at_once.row + count * at_once.rows;  // a step beyond this thread's last row
         Y* to = y + end * p.y_row + place.at(p.y_row, p.y_col);
         D* deviations_at = deviations + end * p.ldg + place.at(p.ldg);
         rows.up([&](int, const Vector<G, VEC>& in) {
             to -= at_once.rows * p.y_row;
             deviations_at -= at_once.rows * p.ldg;
-            normalize(in, to, deviations_at);
+            normalize(in, deviations_at, [&](const Vector<Y, VEC>& out) {
+                if (!unaligned)
+                    store_word(to, out, inside, inside == VEC && vector_y, p.y_col);
+                else
+                    lanes.store(to, out);
+            });
         });
     });
 }

@@ -4,7 +4,8 @@
 //
 //   x (m, k) of T, row pitch ldx; rows start on 16 bytes and have at most CHUNKS * 64 bytes
 //   weight (n, k) of T, row pitch ldw
-//   y (m, n) of T, any strides; with SAVE_DEVIATIONS, the deviations of g (m, n), row pitch ldg, rows on 16 bytes
+//   y (m, n) of T, in rows of whole words of 16 bytes or, with ANY_ROWS, of any strides
+//   With SAVE_DEVIATIONS, the deviations of g (m, n), row pitch ldg, in rows of whole words
 //   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, as limbs, or in IEEE float32 by FMAs. With limbs,
 //   rows of x may be as long as the limbs of the weight fit into shared memory.
 //
@@ -186,23 +187,24 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     partials[p.ldg] = pooled.m2;
 }
 
-// Calls put(row, at, y, deviations) for all words of a lane: WORD features of a row of the tile, from the CTA's feature
-// `at` on. of(at) returns a function for these features. It turns an element of g, with its number among them, into an
-// element of y and a deviation.
+// Calls put(i, at, y, deviations) for all words of a lane: WORD features of its row i, from the CTA's feature `at` on.
+// With ANY_ROWS, all lanes of a warp call it equally often, even if they have no such features. of(at) returns a
+// function for these features. It turns an element of g, with its number among them, into an element of y and a
+// deviation.
 template <typename P, typename Of, typename Put>
 __device__ __forceinline__ void for_words(const P& p, const OfLane& g, int lane, int first, const Of& of,
                                           const Put& put) {
 #pragma unroll
     for (int j = 0; j < LANE_FEATURES; j += WORD) {
         const int at = feature_of(lane % 4, j);
-        if (first + at >= p.n) break;
+        if (first + (ANY_ROWS ? feature_of(0, j) : at) >= p.n) break;
         const auto make = of(at);
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; ++i) {
             Word out, deviation;
 #pragma unroll
             for (int l = 0; l < WORD; ++l) make(g[i][j + l], l, out.at[l], deviation.at[l]);
-            put(lane / 4 + i * 8, at, out, deviation);
+            put(i, at, out, deviation);
         }
     }
 }
@@ -215,8 +217,7 @@ __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int 
                                             const long long& y_row, const long long& y_col, T* deviations,
                                             const float* centres, const Of& of) {
     const int lane = threadIdx.x % LANES;
-    const bool together =
-        OF_16_BITS && p.flags & FLAG_VECTOR_Y && p.n <= FEATURES && p.n % WORD == 0 && y_col == 1 && y_row == p.n;
+    const bool together = OF_16_BITS && !ANY_ROWS && p.n <= FEATURES && y_row == p.n;
     char* const stagings = shared + STAGING_AT + threadIdx.x / LANES * STAGINGS * STAGING_BYTES;
     int turn = 0;
     const auto store = [&](OfLane& g, long long row0, bool whole) {
@@ -226,7 +227,8 @@ __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int 
             turn ^= 1;
             if (lane == 0) tma_store_wait_read<STAGINGS - 1>();  // the last store from this buffer
             __syncwarp();
-            for_words(p, g, lane, first, of, [&](int row, int at, const Word& out, const Word& deviation) {
+            for_words(p, g, lane, first, of, [&](int i, int at, const Word& out, const Word& deviation) {
+                const int row = lane / 4 + i * 8;
                 *reinterpret_cast<Word*>(staging + row * int(p.n) + at) = out;
                 if constexpr (SAVE_DEVIATIONS)
                     *reinterpret_cast<Word*>(deviations + (row0 + row) * p.ldg + at) = deviation;
@@ -239,29 +241,24 @@ __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int 
             }
             return;
         }
-        for_words(p, g, lane, first, of, [&](int of_tile, int at, const Word& out, const Word& deviation) {
-            const long long row = row0 + of_tile;
-            if (!whole && row >= tiles.end) return;
-            const int col = first + at, inside = int(min(p.n - col, 1LL * WORD));
-            T* to = y + row * y_row + col * y_col;
-            T* deviations_at = deviations + row * p.ldg + col;
-            if (inside == WORD && p.flags & FLAG_VECTOR_Y) {
-                *reinterpret_cast<Word*>(to) = out;
-            } else {
-#pragma unroll
-                for (int l = 0; l < WORD; ++l)
-                    if (l < inside) to[l * y_col] = out.at[l];
-            }
-            if constexpr (SAVE_DEVIATIONS) {
-                if (inside == WORD) {
-                    *reinterpret_cast<Word*>(deviations_at) = deviation;
-                } else {
-#pragma unroll
-                    for (int l = 0; l < WORD; ++l)
-                        if (l < inside) deviations_at[l] = deviation.at[l];
-                }
-            }
-        });
+        const auto row_of = [&](int i) { return row0 + lane / 4 + i * 8; };
+        const auto exists = [&](long long row) { return whole || row < tiles.end; };
+        if constexpr (ANY_ROWS) {
+            AnyRows rows{p.n, y_col};
+            for_words(p, g, lane, first, of, [&](int i, int at, const Word& out, const Word& deviation) {
+                const long long row = row_of(i);
+                const int col = first + at, left = exists(row) ? int(p.n) - col : 0;
+                rows.store(i, at, y + row * y_row + col * y_col, out, left);
+                if (SAVE_DEVIATIONS && left > 0) *reinterpret_cast<Word*>(deviations + row * p.ldg + col) = deviation;
+            });
+        } else {
+            for_words(p, g, lane, first, of, [&](int i, int at, const Word& out, const Word& deviation) {
+                const long long row = row_of(i), col = first + at;
+                if (!exists(row)) return;
+                *reinterpret_cast<Word*>(y + row * y_row + col) = out;
+                if (SAVE_DEVIATIONS) *reinterpret_cast<Word*>(deviations + row * p.ldg + col) = deviation;
+            });
+        }
     };
     tiles.for_each(store, centres);
     if (together) tma_store_wait();

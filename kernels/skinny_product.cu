@@ -3,6 +3,7 @@
 // forward_sm90's GEMM.
 //
 //   x (m, k) of float32, row pitch ldx, rows on 16 bytes      weight (n, k), row pitch ldw      g (m, n), row pitch ldg
+//   With ANY_ROWS, rows of g need not be whole words of 16 bytes.
 //
 // Threads. As in skinny.cu: a CTA has an SM to itself, FEATURES features and p.stats_rows rows, and four warps take a
 // tile of them together (Tiles). It loads limbs of K_AT_ONCE elements of the weight's rows. If the rows are longer, it
@@ -18,10 +19,11 @@ struct ProductProblem {
     long long m, n, k;
     long long ldx, ldw, ldg;  // row pitches in elements
     long long stats_rows;     // rows of a CTA
-    long long flags;          // FLAG_VECTOR_W, FLAG_VECTOR_Y of g
+    long long flags;          // FLAG_VECTOR_W
 };
 
-// Calls then(i, j, address, how many of its elements exist) for each word of g that a lane has in a tile (OfLane).
+// Calls then(i, j, address, how many elements of the row exist from there on) for each word of g that a lane has in a
+// tile (OfLane).
 template <typename Then>
 __device__ __forceinline__ void for_words_of_g(const ProductProblem& p, int lane, long long row0, long long end,
                                                int first, T* g, const Then& then) {
@@ -31,42 +33,45 @@ __device__ __forceinline__ void for_words_of_g(const ProductProblem& p, int lane
         for (int i = 0; i < LANE_ROWS; ++i) {
             const int at = first + feature_of(lane % 4, j);
             const long long row = row0 + lane / 4 + i * 8;
-            then(i, j, g + row * p.ldg + at, row < end ? int(max(min(p.n - at, 1LL * WORD), 0LL)) : 0);
+            then(i, j, g + row * p.ldg + at, row < end ? int(p.n) - at : 0);
         }
 }
 
-// Stores all tiles, or adds them to what the same lanes have stored.
+// Stores all tiles, or adds them to what the same warps have stored in an earlier turn.
 __device__ __forceinline__ void store_sums(const ProductProblem& p, Tiles<true>& tiles, int first, const float* backs,
                                            T* g, bool adds) {
     const int lane = threadIdx.x % LANES;
-    const bool words = p.flags & FLAG_VECTOR_Y;
     tiles.for_each([&](OfLane& sums, long long row0, bool) {
         OfLane before = {};
         if (adds)  // all loads are in flight at once
-            for_words_of_g(p, lane, row0, tiles.end, first, g, [&](int i, int j, const T* from, int inside) {
-                if (inside == WORD && words) {
+            for_words_of_g(p, lane, row0, tiles.end, first, g, [&](int i, int j, const T* from, int left) {
+                if (!ANY_ROWS && left > 0) {
                     const Word v = *reinterpret_cast<const Word*>(from);
 #pragma unroll
                     for (int l = 0; l < WORD; ++l) before[i][j + l] = v.at[l];
                 } else {
 #pragma unroll
                     for (int l = 0; l < WORD; ++l)
-                        if (l < inside) before[i][j + l] = from[l];
+                        if (l < left) before[i][j + l] = from[l];
                 }
             });
         bring_back(sums, lane, backs);
-        for_words_of_g(p, lane, row0, tiles.end, first, g, [&](int i, int j, T* to, int inside) {
+        const auto sum = [&](int i, int j) {
             Word v;
 #pragma unroll
             for (int l = 0; l < WORD; ++l) v.at[l] = before[i][j + l] + sums[i][j + l];
-            if (inside == WORD && words) {
-                *reinterpret_cast<Word*>(to) = v;
-            } else {
-#pragma unroll
-                for (int l = 0; l < WORD; ++l)
-                    if (l < inside) to[l] = v.at[l];
-            }
-        });
+            return v;
+        };
+        if constexpr (!ANY_ROWS) {
+            for_words_of_g(p, lane, row0, tiles.end, first, g, [&](int i, int j, T* to, int left) {
+                if (left > 0) *reinterpret_cast<Word*>(to) = sum(i, j);
+            });
+        } else {
+            AnyRows rows{p.n, 1};
+            for_words_of_g(p, lane, row0, tiles.end, first, g, [&](int i, int j, T* to, int left) {
+                rows.store(i, feature_of(lane % 4, j), to, sum(i, j), left);
+            });
+        }
     });
 }
 

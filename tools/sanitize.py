@@ -193,8 +193,9 @@ def remat(dtype, features, inputs, cluster, activation):
 
 
 def skinny_product(features):
-    """dx = dg w, with limbs of dg made in registers and fewer columns than a CTA's features; and dw."""
-    training_backward(limits(skinny=True), (2055, features - 3, 200), "float32")
+    """dx = dg w, with limbs of dg made in registers, fewer columns than a CTA's features, rows on words or not; and dw."""
+    for columns in (features - 4, features - 3):
+        training_backward(limits(skinny=True), (2055, columns, 200), "float32")
 
 
 def tall(inputs):
@@ -302,12 +303,12 @@ def sm90(element, mode, block_m, cluster, saves=False, activation=None, ranks=Fa
 
 
 def skinny(element, features, chunks, activation):
-    """The kernels that compute g twice: inference, training, and training that saves."""
+    """The kernels that compute g twice: inference, training, and training that saves; rows of y on words or not."""
     dtype = element if element in ("float16", "bfloat16") else "float32"
     size = 2 if dtype != "float32" else 4
     k = 200 if element == "limbs" else (64 * chunks - 16) // size
-    for training, saved in ((False, False), (True, False), (True, True)):
-        shape, precision = (2055, k, features - 3), "high" if element == "tf32" else "highest"
+    for (training, saved), absent in product(((False, False), (True, False), (True, True)), (3, 8)):
+        shape, precision = (2055, k, features - absent), "high" if element == "tf32" else "highest"
         forward(limits(skinny=True), shape, dtype, "tiled", training, precision, saved, activation)
 
 

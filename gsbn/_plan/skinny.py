@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .copies import in_rows, on_words
+from .copies import in_rows, on_words, whole_words
 from .cost import copies_us, skinny_us
 from .gemm import LEAST_TERMS, MAX_TERMS
 from .h200 import H200
@@ -144,8 +144,10 @@ def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, ra
         training=training, saves=saves, whole_tiles=whole_tiles, rates=rates,
     )  # fmt: skip
     us += copies_us(taken, rates=rates)
-    product = skinny_product(features, chunks) if element == "limbs" else None
-    return Skinny(*skinny(element, features, chunks, saves), splits, rows, blocks, threads, us, product)
+    any_rows = not whole_words(p.y, p.n, ITEMSIZE[p.dtype])
+    product = skinny_product(features, chunks, any_rows) if element == "limbs" else None
+    kernels = skinny(element, features, chunks, saves=saves, any_rows=any_rows)
+    return Skinny(*kernels, splits, rows, blocks, threads, us, product)
 
 
 def skinny_product_for(p: Matmul, precision: str) -> Skinny | None:

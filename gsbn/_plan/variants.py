@@ -128,9 +128,11 @@ def _plain_kernels() -> Iterator[Kernel]:
         yield from (scale_stats(dtype), merge_statistics(dtype))
     for element in SKINNY_CHUNKS:
         for features, chunks in itertools.product(skinny_features(element), SKINNY_CHUNKS[element]):
-            yield from (*skinny(element, features, chunks), skinny(element, features, chunks, saves=True)[1])
+            for any_rows in (False, True):
+                yield from skinny(element, features, chunks, any_rows=any_rows)
+                yield skinny(element, features, chunks, saves=True, any_rows=any_rows)[1]
             if element == "limbs":
-                yield skinny_product(features, chunks)
+                yield from (skinny_product(features, chunks, any_rows) for any_rows in (False, True))
     for dtype in SKINNY_BACKWARD:
         for sizes in skinny_backward_sizes(dtype):
             yield skinny_backward_kernel(dtype, *sizes)
@@ -196,23 +198,27 @@ def normalize_fused(dtype: str, d_dtype: str | None = None) -> Kernel:
 
 
 @cache
-def skinny(element: str, features: int, chunks: int, saves: bool = False) -> tuple[Kernel, Kernel]:
+def skinny(
+    element: str, features: int, chunks: int, *, saves: bool = False, any_rows: bool = False
+) -> tuple[Kernel, Kernel]:
     """Return the variants of skinny_stats and skinny_normalize.
 
     They multiply operands as `element`, one of SKINNY_CHUNKS. A CTA has `features` features, and takes `chunks` chunks
-    of 64 bytes of a row at once. `saves`: skinny_normalize also writes the deviations.
+    of 64 bytes of a row at once. `saves`: skinny_normalize also writes the deviations. `any_rows`: rows of y are not
+    `whole_words`.
     """
     defines = _skinny_defines(element, features, chunks)
     shared = Constants("skinny/config.cuh", dict(defines))["SHARED_BYTES"]
     stats = Kernel("skinny_stats", "skinny", defines, arch=ARCH, shared=shared)
-    return stats, stats._replace(
-        name="skinny_normalize", defines=(*defines, ("SAVE_DEVIATIONS", "1")) if saves else defines
-    )
+    ways = {"SAVE_DEVIATIONS": saves, "ANY_ROWS": any_rows}
+    defines += tuple((name, "1") for name, wanted in ways.items() if wanted)
+    return stats, stats._replace(name="skinny_normalize", defines=defines)
 
 
-def skinny_product(features: int, chunks: int) -> Kernel:
+def skinny_product(features: int, chunks: int, any_rows: bool = False) -> Kernel:
     """Return the variant of skinny_product, which multiplies limbs, for a CTA like that of skinny_stats."""
-    return skinny("limbs", features, chunks)[0]._replace(name="skinny_product", file="skinny_product")
+    _, kernel = skinny("limbs", features, chunks, any_rows=any_rows)
+    return kernel._replace(name="skinny_product", file="skinny_product")
 
 
 def skinny_features(element: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 // g. No kernels.
 #pragma once
 #include "common/activation.cuh"
+#include "common/row_words.cuh"
 #include "normalize/features.cuh"
 
 #ifndef Y_TYPE
@@ -21,12 +22,10 @@ constexpr bool UNITS = SAVE_DEVIATIONS && in_units<D>;
 struct Normalize {
     Vector<G, VEC> mean, mean_low, a, offset;
     Vector<G, VEC> slope, inverse_unit;  // with UNITS: the backward computes u = slope d / unit + offset
-    long long y_col;
-    int inside;  // columns that exist
-    bool whole;  // y is written by whole words
 
-    // For a row of g; `y` and `deviations` point at the first of the columns.
-    __device__ __forceinline__ void operator()(const Vector<G, VEC>& in, Y* y, D* deviations) const {
+    // For a row of g. `deviations` points at the first of the columns; store_y(word of y) stores y.
+    template <typename Store>
+    __device__ __forceinline__ void operator()(const Vector<G, VEC>& in, D* deviations, const Store& store_y) const {
         Vector<Y, VEC> out;
         Vector<D, VEC> deviation_vec;
 #pragma unroll
@@ -39,16 +38,7 @@ struct Normalize {
                                     UNITS ? slope.at[j] : a.at[j], offset.at[j], u);
             from_float(Activation<Y>::of(u), out.at[j]);
         }
-        if (whole) {
-            *reinterpret_cast<Vector<Y, VEC>*>(y) = out;
-            if (SAVE_DEVIATIONS) *reinterpret_cast<Vector<D, VEC>*>(deviations) = deviation_vec;
-        } else {
-#pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (j < inside) {
-                    y[j * y_col] = out.at[j];
-                    if (SAVE_DEVIATIONS) deviations[j] = deviation_vec.at[j];
-                }
-        }
+        store_y(out);
+        if (SAVE_DEVIATIONS) *reinterpret_cast<Vector<D, VEC>*>(deviations) = deviation_vec;  // rows are padded
     }
 };

@@ -1,5 +1,5 @@
-// The sizes of a variant of the kernels in skinny.cu and skinny_product.cu: operands, tiles, shared memory. gsbn/_plan/variants.py reads the
-// sizes.
+// The sizes of a variant of the kernels in skinny.cu and skinny_product.cu: operands, tiles, shared memory.
+// gsbn/_plan/variants.py reads them.
 #pragma once
 #include "common/activation.cuh"
 #include "common/async_copy.cuh"
@@ -10,6 +10,11 @@
 #define ELEMENT ELEMENT_BFLOAT16
 #define FEATURES 32
 #define CHUNKS 1
+#endif
+
+#ifndef ANY_ROWS
+#define ANY_ROWS \
+    0  // 1: rows of the result may start on any element, and need not be whole words (common/row_words.cuh)
 #endif
 
 // The type of an operand's elements.

@@ -5,6 +5,7 @@
 // LANE_ROWS rows, 8 apart, and in each of them WORD adjacent features of every 4 WORD. The tensor core gives a lane
 // pairs of features that lie 8 apart; load_weight permutes the features so that they become adjacent.
 #pragma once
+#include "common/row_words.cuh"
 #include "skinny/limbs.cuh"
 
 // Writes FEATURES rows of the weight to shared memory, from row `first` on. For FMAs the layout is [k][feature]. For
@@ -239,6 +240,24 @@ struct Tiles {
         }
         if constexpr (BY_LIMBS) turns.end();
         await_copies<0>();
+    }
+};
+
+// Stores rows of a tile word by word, from the first word of a row to the last, to rows of n elements that may start
+// anywhere, and whose columns lie `col` elements apart. All lanes of a warp call `store` for each of a lane's words: its
+// row i, feature `at` of the CTA.
+struct AnyRows {
+    long long n, col;
+    Word ahead[LANE_ROWS] = {};  // the rotated word of the last lane of the row, which the first lane needs next
+
+    // `left`: how many elements of the row exist from `to` on; 0 if there is no such row.
+    __device__ __forceinline__ void store(int i, int at, T* to, const Word& v, int left) {
+        const int lane = threadIdx.x % LANES, last_ahead = lane % 4 == 0 ? lane + 3 : lane - 1;
+        const unsigned shift = unsigned(size_t(to) % sizeof(Word));
+        const Word own = rotated(v, shift), given = shuffled(~0u, own, last_ahead);
+        store_in_row(to, v, chosen(lane % 4 == 0, ahead[i], given), own, shift, col == 1 && n >= LEAST_WORDS * WORD,
+                     at > 0, min(left, FEATURES - at), col);
+        ahead[i] = given;
     }
 };
 

@@ -92,6 +92,23 @@ def test_any_layout(dtype: str, layout: str) -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [9, 70])
+def test_rows_of_y_may_start_anywhere(features: int, dtype: str, way: str) -> None:
+    """Words of memory then have elements of two threads. The bits are those of rows that start on 16 bytes."""
+    for training, groups in ((True, 1), (False, 1), (True, 3)):
+        case = Case((96, 16, features), dtype, training, activation="relu", groups=groups)
+        arrays, options = case.arrays(), dict(case.options, gemm="tiled")
+        wanted, *others = (
+            forward(KIND, arrays, {"out": layout}, limits=WAYS[way], **options).y
+            for layout in ("padded", "C", "unaligned")
+        )
+        for y in others:
+            assert_same_bits(y, wanted)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("way", WAYS)
 def test_a_dy_of_one_column(way: str) -> None:
     """Columns of stride 0 are read as one value; the bits are those of a whole matrix."""
     arrays = {name: KIND.put(a) for name, a in without_out(Case((90, 24, 40), "bfloat16", True).arrays()).items()}

@@ -75,6 +75,21 @@ def test_any_layout(name: str, layout: str) -> None:
         assert_right(Case((3001, 40, 72), "bfloat16", training), "high", {name: layout})
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize("features", [15, 35, 66, 131, 321])
+def test_rows_of_y_may_start_anywhere(features: int, dtype: str, precision: str, training: bool) -> None:
+    """Words of memory then have elements of two lanes. The bits are those of rows that start on 16 bytes."""
+    case = Case((2499, 24, features), dtype, training, activation="relu")
+    arrays, options = case.arrays(), {**case.options, "precision": precision}
+    wanted, *others = (
+        forward(kind_of("cupy"), arrays, {"out": layout}, limits=SKINNY, **options).y
+        for layout in ("padded", "C", "unaligned")
+    )
+    for y in others:
+        assert_same_bits(y, wanted)
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("sms", [None, 7])
 def test_options(sms: int | None, momentum: float | None) -> None:

@@ -97,6 +97,14 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return unsigned(((1ULL * high << 32) | low) >> shift % 32);
 }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+    return unsigned(((1ULL * high << 32) | low) << shift % 32 >> 32);
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+    unsigned out = 0;
+    for (int i = 0; i < 32; i += 8) out |= unsigned(((1ULL * b << 32) | a) >> (which >> i / 2 & 7) * 8 & 255) << i;
+    return out;
+}
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline float __expf(float v) { return expf(v); }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -136,9 +144,9 @@ enum class Waits { NOT, FOR_WARP, FOR_CTA, ENDED };
 struct Fiber {
     ucontext_t context;
     Waits waits;
+    unsigned lanes;  // those of its warp that it waits for
     int vote;
     unsigned long long exchanged[2];
-    unsigned exchanges;
     std::vector<char> stack;
 };
 inline std::vector<Fiber> fibers(1024);
@@ -153,32 +161,62 @@ inline void wait(Waits what) {
     swapcontext(&own.context, &scheduler);
 }
 inline void __syncthreads() { wait(Waits::FOR_CTA); }
-inline void __syncwarp(unsigned = ~0u) { wait(Waits::FOR_WARP); }
+inline void __syncwarp(unsigned lanes = ~0u) {
+    fibers[threadIdx.x].lanes = lanes;
+    wait(Waits::FOR_WARP);
+}
 inline int __syncthreads_or(int vote) {
     fibers[threadIdx.x].vote = vote;
     __syncthreads();
     return voted;
 }
 template <typename T>
-T __shfl_xor_sync(unsigned, T v, int mask) {
-    Fiber& own = fibers[threadIdx.x];
-    const int turn = own.exchanges++ % 2;
-    memcpy(&own.exchanged[turn], &v, sizeof(T));
-    __syncwarp();
-    memcpy(&v, &fibers[threadIdx.x ^ mask].exchanged[turn], sizeof(T));
+T __shfl_sync(unsigned lanes, T v, int from) {
+    memcpy(fibers[threadIdx.x].exchanged, &v, sizeof(T));
+    __syncwarp(lanes);
+    memcpy(&v, fibers[threadIdx.x / 32 * 32 + unsigned(from) % 32].exchanged, sizeof(T));
+    __syncwarp(lanes);
     return v;
 }
+template <typename T>
+T __shfl_xor_sync(unsigned lanes, T v, int mask) {
+    return __shfl_sync(lanes, v, threadIdx.x ^ mask);
+}
+inline unsigned __ballot_sync(unsigned lanes, bool vote) {
+    unsigned votes = 0;
+    for (int i = 0; i < 32; ++i) votes |= unsigned(__shfl_sync(lanes, vote, i) && lanes >> i & 1) << i;
+    return votes;
+}
 
-// Lets fibers from `first` to `end` go on if all that have not ended wait for `what`.
-inline void release(unsigned first, unsigned end, Waits what) {
-    for (unsigned i = first; i < end; ++i)
-        if (fibers[i].waits != what && fibers[i].waits != Waits::ENDED) return;
+// Lets the fibers of a CTA go on if all that have not ended wait for the CTA.
+inline void release_cta(unsigned threads) {
+    for (unsigned i = 0; i < threads; ++i)
+        if (fibers[i].waits != Waits::FOR_CTA && fibers[i].waits != Waits::ENDED) return;
     voted = 0;
-    for (unsigned i = first; i < end; ++i) voted |= fibers[i].vote;
-    for (unsigned i = first; i < end; ++i) {
+    for (unsigned i = 0; i < threads; ++i) voted |= fibers[i].vote;
+    for (unsigned i = 0; i < threads; ++i) {
         fibers[i].vote = 0;
-        if (fibers[i].waits == what) fibers[i].waits = Waits::NOT;
+        if (fibers[i].waits == Waits::FOR_CTA) fibers[i].waits = Waits::NOT;
     }
+}
+
+// Lets each fiber of a warp go on if all lanes that it waits for, and that have not ended, wait for the same lanes.
+inline void release_warp(unsigned first) {
+    unsigned waiting = 0;
+    for (int i = 0; i < 32; ++i) waiting |= unsigned(fibers[first + i].waits == Waits::FOR_WARP) << i;
+    const auto goes_on = [&](int lane) {
+        const unsigned lanes = fibers[first + lane].lanes;
+        for (int i = 0; i < 32; ++i) {
+            const Fiber& other = fibers[first + i];
+            const bool same = waiting >> i & 1 && other.lanes == lanes;
+            if (lanes >> i & 1 && !same && other.waits != Waits::ENDED) return false;
+        }
+        return true;
+    };
+    unsigned released = 0;
+    for (int i = 0; i < 32; ++i) released |= unsigned(waiting >> i & 1 && goes_on(i)) << i;
+    for (int i = 0; i < 32; ++i)
+        if (released >> i & 1) fibers[first + i].waits = Waits::NOT;
 }
 
 inline void run_cta(unsigned threads) {
@@ -190,7 +228,7 @@ inline void run_cta(unsigned threads) {
         fiber.context.uc_stack.ss_size = fiber.stack.size();
         fiber.context.uc_link = nullptr;
         fiber.waits = Waits::NOT;
-        fiber.vote = fiber.exchanges = 0;
+        fiber.vote = 0;
         makecontext(&fiber.context, +[] { body(), wait(Waits::ENDED); }, 0);
     }
     for (unsigned running = threads; running > 0;) {
@@ -203,8 +241,8 @@ inline void run_cta(unsigned threads) {
             moved = true;
         }
         if (!moved) stop("threads of a warp wait for different barriers");
-        for (unsigned i = 0; i < threads; i += 32) release(i, min(i + 32, threads), Waits::FOR_WARP);
-        release(0, threads, Waits::FOR_CTA);
+        for (unsigned i = 0; i < threads; i += 32) release_warp(i);
+        release_cta(threads);
     }
 }
 
