@@ -12,7 +12,8 @@
 // An item of work is a block of columns and `normalize_rows` rows. A thread keeps the constants of its VEC columns (16
 // bytes of g) in registers and takes every at_once.rows-th row (Places), with UNROLL rows in flight. Items run from the
 // last rows to the first: scale_stats read g from the start, so L2 still holds the end. The first thread also counts
-// the batch: every kernel that reads num_batches_tracked ran in an earlier launch.
+// the batch: every kernel that reads num_batches_tracked ran in an earlier launch. common/row_words.cuh has how rows of
+// y are stored that start on any element.
 //
 // Bytes moved: g, y and the deviations once, the minimum; at (16384, 4096) in float32 537 MB, plus 268 MB for the
 // deviations.
@@ -107,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         Y* to = y + row * p.y_row + place.at(p.y_row, p.y_col);
         D* deviations_at = deviations + row * p.ldg + place.at(p.ldg);
         const bool vector_y = p.flags & FLAG_VECTOR_Y, whole = inside == VEC;
-        if (!vector_y && p.y_col == 1 && p.n >= LEAST_WORDS * VEC)  // registers for more rows at once are lacking
+        const bool unaligned = !vector_y && p.y_col == 1 && p.n >= LEAST_WORDS * VEC;  // so a row has enough threads
+        if (unaligned)  // with more rows at once, registers would spill
             take_rows<UNROLL / 2>(normalize, rows, inside, true, from, from_step, to, to_step, deviations_at,
                                   [&](Y* at, const Vector<Y, VEC>& out) { lanes.store(at, out); });
         else

@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                                   UNITS ? constant(OF_SLOPE) : Vector<G, VEC>(),
                                   UNITS ? constant(OF_INVERSE_UNIT) : Vector<G, VEC>()};
         const bool vector_y = p.flags & FLAG_VECTOR_Y;
-        const bool unaligned = !vector_y && p.y_col == 1 && p.n >= LEAST_WORDS * VEC;
+        const bool unaligned = !vector_y && p.y_col == 1 && min(p.n, 1LL * at_once.columns) >= LEAST_WORDS * VEC;
         const long long end = at_once.row + count * at_once.rows;  // a step beyond this thread's last row
         Y* to = y + end * p.y_row + place.at(p.y_row, p.y_col);
         D* deviations_at = deviations + end * p.ldg + place.at(p.ldg);

@@ -193,7 +193,7 @@ def remat(dtype, features, inputs, cluster, activation):
 
 
 def skinny_product(features):
-    """dx = dg w, with limbs of dg made in registers, fewer columns than a CTA's features, rows on words or not; and dw."""
+    """dx = dg w, with limbs of dg made in registers, and dw. Fewer columns than a CTA's features, on words or not."""
     for columns in (features - 4, features - 3):
         training_backward(limits(skinny=True), (2055, columns, 200), "float32")
 

@@ -9,8 +9,8 @@ forward_sm90, named BLOCK_MxCLUSTER, with +CLUSTER_M if that is not 1, xSPLIT fo
 are made in registers, and "recompute" or "cluster batch" for these ways to train; the skinny kernels; and the portable
 path on cuBLAS. PyTorch eager is measured, too. Times are device times of calls in a row, after a kernel that keeps the
 device busy while the host enqueues; the result of each choice is compared with cuBLAS's.
-docs/results/sweep.jsonl has the times of `measure`, and of 414 problems of other shapes: 278, most of them random, and
-136 with many rows and 24 to 128 features.
+docs/results/sweep.jsonl has the times of `measure`, and of 534 problems of other shapes: 278, most of them random, 136
+with many rows and 24 to 128 features, and 120 whose rows of y start on any element.
 docs/results/sweep_h100.jsonl has those of 199 inferences on an H100, whose `Device.bandwidth` is 0.68, in CUDA graphs;
 beside them is PyTorch's addmm on folded weights, not its modules. products_h100.jsonl and training_h200.jsonl, of
 single products and of training, name tiles in the same way; nothing here reads them.

@@ -1,13 +1,13 @@
 // How lanes store rows of a matrix, in whole words even if the rows do not start on words. No kernels.
 //
 // Neighbouring lanes have neighbouring words of a row (Vector<T, N>, 8 or 16 bytes). If the row starts `shift` bytes
-// behind a word of memory, each lane rotates its word by as many bytes, and the lane ahead of it gives the bytes with
-// which the word of memory begins. Elements at the ends of the row, or of what the lanes have of it, are stored one by
-// one. To store all elements one by one would take N accesses for a word, each to a part of every sector.
+// after the start of a word of memory, each lane rotates its word by as many bytes, and gets the bytes with which the
+// word of memory begins from the lane ahead, which has the columns before its own. Elements at the ends of the row, or
+// of what the lanes have of it, are stored one by one. If all were, a word would take N stores, each to parts of sectors.
 #pragma once
 #include "common/ghost.cuh"
 
-constexpr int LEAST_WORDS = 4;  // a row of fewer words is stored by elements: it takes no longer
+constexpr int LEAST_WORDS = 4;  // if lanes have fewer words of a row together, elements take no longer
 
 // v, each byte `shift` bytes further on; the last `shift` bytes become the first ones.
 template <typename T, int N>
@@ -39,14 +39,14 @@ __device__ __forceinline__ Vector<T, N> joined(const Vector<T, N>& ahead, const 
 #pragma unroll
     for (int i = 0; i < int(sizeof(T)) * N / 4; ++i) {
         const unsigned a = reinterpret_cast<const unsigned*>(&ahead)[i], b = reinterpret_cast<const unsigned*>(&own)[i];
-        unsigned from_a = shift > 4 * i ? a : b;
-        if (sizeof(T) == 2) from_a = shift == 4 * i + 2 ? __byte_perm(a, b, 0x7610) : from_a;
-        reinterpret_cast<unsigned*>(&out)[i] = from_a;
+        unsigned word = shift > 4 * i ? a : b;
+        if (sizeof(T) == 2 && shift == 4 * i + 2) word = __byte_perm(a, b, 0x7610);
+        reinterpret_cast<unsigned*>(&out)[i] = word;
     }
     return out;
 }
 
-// `condition ? a : b`, in registers. The operator itself would choose between addresses.
+// condition ? a : b, in registers: the operator would choose between addresses in local memory.
 template <typename T, int N>
 __device__ __forceinline__ Vector<T, N> chosen(bool condition, const Vector<T, N>& a, const Vector<T, N>& b) {
     Vector<T, N> out;
@@ -55,6 +55,13 @@ __device__ __forceinline__ Vector<T, N> chosen(bool condition, const Vector<T, N
         reinterpret_cast<unsigned*>(&out)[i] =
             condition ? reinterpret_cast<const unsigned*>(&a)[i] : reinterpret_cast<const unsigned*>(&b)[i];
     return out;
+}
+
+// Stores a word of memory that begins `shift` bytes ahead of an address: joined(ahead, own, shift).
+template <typename T, int N>
+__device__ __forceinline__ void store_joined(T* at, const Vector<T, N>& ahead, const Vector<T, N>& own,
+                                             unsigned shift) {
+    *reinterpret_cast<Vector<T, N>*>(reinterpret_cast<char*>(at) - shift) = joined(ahead, own, shift);
 }
 
 template <typename T, int N>
@@ -78,22 +85,28 @@ __device__ __forceinline__ void store_word(T* to, const Vector<T, N>& v, int ins
     }
 }
 
-// Stores a lane's word of a row whose columns lie `col` elements apart. `to`: the address of the word's first element.
-// `left`: how many elements of the row exist from there on, as far as this lane and the next one have them. If `shifts`,
-// columns are adjacent, and `to` lies `shift` bytes behind a word of memory; `own` is v, rotated by them, and `ahead` is
-// the rotated word ahead of it in the row, if `has_ahead`. Otherwise elements are stored one by one.
+// How a lane's N elements of a row are stored: as parts of two words of memory, and else one by one.
 template <typename T, int N>
-__device__ __forceinline__ void store_in_row(T* to, const Vector<T, N>& v, const Vector<T, N>& ahead,
-                                             const Vector<T, N>& own, unsigned shift, bool shifts, bool has_ahead,
-                                             int left, long long col) {
-    const int kept = N - int(shift / sizeof(T));  // elements that lie in the word of memory in which `to` lies
-    const bool word = shifts && (has_ahead || shift == 0) && left >= kept, next_word = shifts && left >= N + kept;
-    if (word) *reinterpret_cast<Vector<T, N>*>(reinterpret_cast<char*>(to) - shift) = joined(ahead, own, shift);
-    if (!word || !next_word)
+struct Parts {
+    int kept = N;                          // elements that lie in the first of the two words
+    bool word = false, next_word = false;  // whether this lane stores the first one, and the next lane the second
+
+    __device__ Parts() {}
+    // For an element that lies `shift` bytes after the start of a word of memory. `has_ahead`: whether the lane ahead has
+    // the elements before it. `left`: how many there are from it on, as far as this lane and the next one have them.
+    __device__ Parts(unsigned shift, bool has_ahead, int left)
+        : kept(N - int(shift / sizeof(T))),
+          word((has_ahead || shift == 0) && left >= kept),
+          next_word(left >= N + kept) {}
+
+    // `to`: the address of the first element; columns lie `col` elements apart.
+    __device__ __forceinline__ void store_others(T* to, const Vector<T, N>& v, int left, long long col) const {
+        if (!word || !next_word)
 #pragma unroll
-        for (int j = 0; j < N; ++j)
-            if (j < left && !(j < kept ? word : next_word)) to[j * col] = v.at[j];
-}
+            for (int j = 0; j < N; ++j)
+                if (j < left && !(j < kept ? word : next_word)) to[j * col] = v.at[j];
+    }
+};
 
 // The lanes that have a row together, a word of VEC columns each (Places).
 template <int VEC>
@@ -107,7 +120,7 @@ struct RowOfLanes {
     template <int THREADS>
     __device__ __forceinline__ RowOfLanes(const Places<THREADS, VEC>& at_once, const Column& place)
         : inside(place.inside<VEC>()),
-          left(int(min(place.left, VEC + (at_once.column + VEC < at_once.columns ? 1LL * VEC : 0LL)))),
+          left(int(min(place.left, at_once.column + VEC < at_once.columns ? 2LL * VEC : 1LL * VEC))),
           has_ahead(at_once.column > 0 && place.feature > 0) {
         const int row_threads = at_once.columns / VEC, first = int(threadIdx.x) % 32 & -row_threads;
         lanes = __ballot_sync(~0u, inside > 0) & ~0u >> (32 - row_threads) << first;
@@ -117,6 +130,8 @@ struct RowOfLanes {
     __device__ __forceinline__ void store(T* to, const Vector<T, VEC>& v) const {
         const unsigned shift = unsigned(size_t(to) % sizeof(v));
         const auto own = rotated(v, shift), ahead = shuffled(lanes, own, int(threadIdx.x) % 32 - 1);
-        store_in_row(to, v, ahead, own, shift, true, has_ahead, left, 1);
+        const Parts<T, VEC> parts(shift, has_ahead, left);
+        if (parts.word) store_joined(to, ahead, own, shift);
+        parts.store_others(to, v, left, 1);
     }
 };

@@ -13,8 +13,7 @@
 #endif
 
 #ifndef ANY_ROWS
-#define ANY_ROWS \
-    0  // 1: rows of the result may start on any element, and need not be whole words (common/row_words.cuh)
+#define ANY_ROWS 0  // 1: rows of the result may start on any element, and need not be whole words
 #endif
 
 // The type of an operand's elements.

@@ -252,12 +252,16 @@ struct AnyRows {
 
     // `left`: how many elements of the row exist from `to` on; 0 if there is no such row.
     __device__ __forceinline__ void store(int i, int at, T* to, const Word& v, int left) {
-        const int lane = threadIdx.x % LANES, last_ahead = lane % 4 == 0 ? lane + 3 : lane - 1;
-        const unsigned shift = unsigned(size_t(to) % sizeof(Word));
-        const Word own = rotated(v, shift), given = shuffled(~0u, own, last_ahead);
-        store_in_row(to, v, chosen(lane % 4 == 0, ahead[i], given), own, shift, col == 1 && n >= LEAST_WORDS * WORD,
-                     at > 0, min(left, FEATURES - at), col);
-        ahead[i] = given;
+        Parts<T, WORD> parts;
+        if (col == 1 && n >= LEAST_WORDS * WORD) {
+            const int lane = threadIdx.x % LANES, last_ahead = lane % 4 == 0 ? lane + 3 : lane - 1;
+            const unsigned shift = unsigned(size_t(to) % sizeof(Word));
+            const Word own = rotated(v, shift), given = shuffled(~0u, own, last_ahead);
+            parts = Parts<T, WORD>(shift, at > 0, min(left, FEATURES - at));
+            if (parts.word) store_joined(to, chosen(lane % 4 == 0, ahead[i], given), own, shift);
+            ahead[i] = given;
+        }
+        parts.store_others(to, v, left, col);
     }
 };
 
