@@ -12,8 +12,8 @@
 // An item of work is a block of columns and `normalize_rows` rows. A thread keeps the constants of its VEC columns (16
 // bytes of g) in registers and takes every at_once.rows-th row (Places), with UNROLL rows in flight. Items run from the
 // last rows to the first: scale_stats read g from the start, so L2 still holds the end. The first thread also counts
-// the batch: every kernel that reads num_batches_tracked ran in an earlier launch. common/row_words.cuh has how rows of
-// y are stored that start on any element.
+// the batch: every kernel that reads num_batches_tracked ran in an earlier launch. Rows of y may start on any
+// element (common/row_words.cuh).
 //
 // Bytes moved: g, y and the deviations once, the minimum; at (16384, 4096) in float32 537 MB, plus 268 MB for the
 // deviations.
@@ -28,8 +28,8 @@ constexpr int UNROLL = 4;
 constexpr int CTAS = SAVE_DEVIATIONS ? 3 : 4;  // the least number on an SM: as many as fit without spilling
 constexpr int WIDEST = 32 * VEC;               // columns of a block
 
-// Takes a thread's rows of g, AT_ONCE at once if its words can be read whole: if all its columns exist, or if g is not y,
-// so that rows of g are padded. store_y(address, word of y) stores y.
+// Takes a thread's rows of g, AT_ONCE at once if its words can be read whole: if all its columns exist, or if g is not
+// y, so that rows of g are padded. store_y(address, word of y) stores y.
 template <int AT_ONCE, typename Store>
 __device__ __forceinline__ void take_rows(const Normalize& normalize, int rows, int inside, bool whole_words,
                                           const G* from, long long from_step, Y* to, long long to_step, D* deviations,

@@ -9,8 +9,8 @@
 //   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, as limbs, or in IEEE float32 by FMAs. With limbs,
 //   rows of x may be as long as the limbs of the weight fit into shared memory.
 //
-// With limbs, the forwards subtract a centre from each column of x where its mean is large (skinny/centres.cuh). What is
-// called g below is then less by z, the product of the centres and the weight; the means in memory are those of g.
+// With limbs, the forwards subtract a centre from each column of x where its mean is large (skinny/centres.cuh). What
+// is called g below is then less by z, the product of the centres and the weight; the means in memory are those of g.
 //
 // Threads. A CTA has an SM to itself, FEATURES features and p.stats_rows rows; p.splits CTAs divide the rows of the
 // same features. It loads the weight into shared memory, and each warp takes tiles of the rows (Tiles); with limbs,

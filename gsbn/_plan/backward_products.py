@@ -139,10 +139,9 @@ def _multiply(
             build.copy(Copy(to, c, (p.m, p.n), dtype, q.y, p.y))
     else:
         axis = 0 if product.rows else 1  # skinny_product takes a K-major b, gemm_tiled an MN-major b
-        size = ITEMSIZE[p.dtype]
-        whole = {"vector_w": start_on_words(p.w, size, axis), "vector_y": p.n * size % 16 == 0}
+        vector_w = start_on_words(p.w, ITEMSIZE[p.dtype], axis)
         fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": p.w.strides[axis], "ldg": p.n}
-        fields |= {"stats_rows": product.rows, "flags": flags(vector_x=True, **whole)}
+        fields |= {"stats_rows": product.rows, "flags": flags(vector_x=True, vector_w=vector_w)}
         passed = dict(zip(("x", "w", "g"), operands, strict=True))
         build.launch(product.kernel, product.grid, fields, passed, product.block, made_of=product)
 

@@ -193,8 +193,8 @@ def skinny_us(
     taken = round_up(ceil_div(k * size, 64), chunks)
     product = rows * features * (taken * rates.skinny_chunk_us[element] + turns * rates.skinny_row_us)
     product *= 132 / p.device.sms
-    one_by_one = not on_words(p.y, n, size)
-    stores = turns * m * n * 1e-6 * rates.skinny_off_line_us * 132 / p.device.sms if one_by_one else 0.0
+    off_words = not on_words(p.y, n, size)
+    stores = turns * m * n * 1e-6 * rates.skinny_off_words_us * 132 / p.device.sms if off_words else 0.0
     weight = k * min(features, 64) * rates.skinny_weight_us[element]
     us = rates.skinny_call_us[training] + weight + max(x + y, product + stores)
     return us + weight + max(x, product) if training else us

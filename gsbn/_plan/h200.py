@@ -58,7 +58,7 @@ H200 = Rates(
         "float32": 0.004,
     },
     skinny_row_us=0.544,
-    skinny_off_line_us=1.8,
+    skinny_off_words_us=1.8,
     remat_us=1.0,
     tall_call_us=9.0,
     tall_chunk_us={True: 1.1, False: 1.39},

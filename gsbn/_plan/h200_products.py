@@ -38,7 +38,7 @@ PRODUCTS = H200._replace(
     skinny_chunk_us={"limbs": 0.221},
     skinny_weight_us={"limbs": 0.0003},
     skinny_row_us=0.538,
-    skinny_off_line_us=1.8,
+    skinny_off_words_us=1.8,
     copy_us=2.65,
     l2_mb=32.3,
 )

@@ -67,7 +67,7 @@ class Rates(NamedTuple):
     skinny_chunk_us: dict[str, float]  # by operand: per 64 bytes of a row of x, million rows and feature
     skinny_weight_us: dict[str, float]  # by operand: per element of the weight, to bring it to shared memory
     skinny_row_us: float  # per million rows and feature, however short the rows are
-    skinny_off_line_us: float  # per million elements of y, if they are stored one by one
+    skinny_off_words_us: float  # per million elements of y, if its rows do not start on 16 bytes
     remat_us: float  # a backward that computes g again: subtracted per call
     # ---- tall_product
     tall_call_us: float  # per product: its two launches

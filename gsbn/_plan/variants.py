@@ -128,11 +128,12 @@ def _plain_kernels() -> Iterator[Kernel]:
         yield from (scale_stats(dtype), merge_statistics(dtype))
     for element in SKINNY_CHUNKS:
         for features, chunks in itertools.product(skinny_features(element), SKINNY_CHUNKS[element]):
+            yield skinny(element, features, chunks)[0]
             for any_rows in (False, True):
-                yield from skinny(element, features, chunks, any_rows=any_rows)
-                yield skinny(element, features, chunks, saves=True, any_rows=any_rows)[1]
-            if element == "limbs":
-                yield from (skinny_product(features, chunks, any_rows) for any_rows in (False, True))
+                for saves in (False, True):
+                    yield skinny(element, features, chunks, saves=saves, any_rows=any_rows)[1]
+                if element == "limbs":
+                    yield skinny_product(features, chunks, any_rows)
     for dtype in SKINNY_BACKWARD:
         for sizes in skinny_backward_sizes(dtype):
             yield skinny_backward_kernel(dtype, *sizes)
@@ -216,7 +217,10 @@ def skinny(
 
 
 def skinny_product(features: int, chunks: int, any_rows: bool = False) -> Kernel:
-    """Return the variant of skinny_product, which multiplies limbs, for a CTA like that of skinny_stats."""
+    """Return the variant of skinny_product, which multiplies limbs, for a CTA like that of skinny_stats.
+
+    `any_rows`: rows of g are not `whole_words`.
+    """
     _, kernel = skinny("limbs", features, chunks, any_rows=any_rows)
     return kernel._replace(name="skinny_product", file="skinny_product")
 

@@ -3,7 +3,8 @@
 // Neighbouring lanes have neighbouring words of a row (Vector<T, N>, 8 or 16 bytes). If the row starts `shift` bytes
 // after the start of a word of memory, each lane rotates its word by as many bytes, and gets the bytes with which the
 // word of memory begins from the lane ahead, which has the columns before its own. Elements at the ends of the row, or
-// of what the lanes have of it, are stored one by one. If all were, a word would take N stores, each to parts of sectors.
+// of what the lanes have of it, are stored one by one. If all were, a word would take N stores, each to parts of
+// sectors.
 #pragma once
 #include "common/ghost.cuh"
 
@@ -57,13 +58,14 @@ __device__ __forceinline__ Vector<T, N> chosen(bool condition, const Vector<T, N
     return out;
 }
 
-// Stores a word of memory that begins `shift` bytes ahead of an address: joined(ahead, own, shift).
+// Stores joined(ahead, own, shift) to the word of memory that begins `shift` bytes before an address.
 template <typename T, int N>
 __device__ __forceinline__ void store_joined(T* at, const Vector<T, N>& ahead, const Vector<T, N>& own,
                                              unsigned shift) {
     *reinterpret_cast<Vector<T, N>*>(reinterpret_cast<char*>(at) - shift) = joined(ahead, own, shift);
 }
 
+// The vector that lane `from` passes. `lanes`: a mask of the lanes that call this.
 template <typename T, int N>
 __device__ __forceinline__ Vector<T, N> shuffled(unsigned lanes, const Vector<T, N>& v, int from) {
     Vector<T, N> out;
@@ -85,26 +87,29 @@ __device__ __forceinline__ void store_word(T* to, const Vector<T, N>& v, int ins
     }
 }
 
-// How a lane's N elements of a row are stored: as parts of two words of memory, and else one by one.
+// How a lane's N elements of a row are stored if they straddle two words of memory. With the default, no word of memory
+// is stored, and all elements are stored one by one.
 template <typename T, int N>
-struct Parts {
-    int kept = N;                          // elements that lie in the first of the two words
-    bool word = false, next_word = false;  // whether this lane stores the first one, and the next lane the second
+struct Straddle {
+    int in_first = N;                                       // elements that lie in the first of the two words
+    bool stores_first = false, next_stores_second = false;  // this lane, and the next one
 
-    __device__ Parts() {}
-    // For an element that lies `shift` bytes after the start of a word of memory. `has_ahead`: whether the lane ahead has
-    // the elements before it. `left`: how many there are from it on, as far as this lane and the next one have them.
-    __device__ Parts(unsigned shift, bool has_ahead, int left)
-        : kept(N - int(shift / sizeof(T))),
-          word((has_ahead || shift == 0) && left >= kept),
-          next_word(left >= N + kept) {}
+    __device__ Straddle() {}
+    // For an element that lies `shift` bytes after the start of a word of memory. `has_ahead`: whether the lane ahead
+    // has the elements before it. `left`: how many there are from it on, as far as this lane and the next one have
+    // them.
+    __device__ Straddle(unsigned shift, bool has_ahead, int left)
+        : in_first(N - int(shift / sizeof(T))),
+          stores_first((has_ahead || shift == 0) && left >= in_first),
+          next_stores_second(left >= N + in_first) {}
 
-    // `to`: the address of the first element; columns lie `col` elements apart.
-    __device__ __forceinline__ void store_others(T* to, const Vector<T, N>& v, int left, long long col) const {
-        if (!word || !next_word)
+    // Stores the elements that no word of memory has. `to`: the address of the first element; columns lie `col`
+    // elements apart.
+    __device__ __forceinline__ void store_rest(T* to, const Vector<T, N>& v, int left, long long col) const {
+        if (!stores_first || !next_stores_second)
 #pragma unroll
             for (int j = 0; j < N; ++j)
-                if (j < left && !(j < kept ? word : next_word)) to[j * col] = v.at[j];
+                if (j < left && !(j < in_first ? stores_first : next_stores_second)) to[j * col] = v.at[j];
     }
 };
 
@@ -130,8 +135,8 @@ struct RowOfLanes {
     __device__ __forceinline__ void store(T* to, const Vector<T, VEC>& v) const {
         const unsigned shift = unsigned(size_t(to) % sizeof(v));
         const auto own = rotated(v, shift), ahead = shuffled(lanes, own, int(threadIdx.x) % 32 - 1);
-        const Parts<T, VEC> parts(shift, has_ahead, left);
-        if (parts.word) store_joined(to, ahead, own, shift);
-        parts.store_others(to, v, left, 1);
+        const Straddle<T, VEC> straddle(shift, has_ahead, left);
+        if (straddle.stores_first) store_joined(to, ahead, own, shift);
+        straddle.store_rest(to, v, left, 1);
     }
 };

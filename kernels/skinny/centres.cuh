@@ -4,9 +4,9 @@
 //
 // Limbs err by 2^-23 of x, and the tensor core cuts sums off at a part of their largest term, always towards zero. If
 // the mean of a column is large, both errors are large beside the column's spread, and the second has the same sign in
-// all rows. So a number c_k that column k is near is subtracted first; x_k - c_k is rounded by 2^-24 of itself. Each CTA
-// has its own centres: c_k is the column's element in one of five rows, if all five are at least 32 times as large as
-// they are apart. Otherwise the column is not far from 0, or one of the rows is padding or an outlier, and c_k = 0.
+// all rows. So a number c_k that column k is near is subtracted first; x_k - c_k is rounded by 2^-24 of itself. Each
+// CTA has its own centres: c_k is the column's element in one of five rows, if all five are at least 32 times as large
+// as they are apart. Otherwise the column is not far from 0, or one of the rows is padding or an outlier, and c_k = 0.
 #pragma once
 #include "skinny/config.cuh"
 

@@ -1,4 +1,5 @@
-// How the skinny kernels compute g = x wᵀ of short rows: in tiles of ROWS rows by FEATURES features. No kernels.
+// How the skinny kernels compute g = x wᵀ of short rows, in tiles of ROWS rows by FEATURES features, and how they store
+// rows of any layout. No kernels.
 //
 // A warp computes a tile by mma (m16n8, sums in float32) or by FMAs in IEEE float32, and waits for no other warp. With
 // limbs, four warps compute a tile together (skinny/limbs.cuh). In every case a lane ends with the same elements of g:
@@ -244,24 +245,24 @@ struct Tiles {
 };
 
 // Stores rows of a tile word by word, from the first word of a row to the last, to rows of n elements that may start
-// anywhere, and whose columns lie `col` elements apart. All lanes of a warp call `store` for each of a lane's words: its
-// row i, feature `at` of the CTA.
+// anywhere, and whose columns lie `col` elements apart. All lanes of a warp call `store` for each of a lane's words:
+// its row i, feature `at` of the CTA.
 struct AnyRows {
     long long n, col;
     Word ahead[LANE_ROWS] = {};  // the rotated word of the last lane of the row, which the first lane needs next
 
     // `left`: how many elements of the row exist from `to` on; 0 if there is no such row.
     __device__ __forceinline__ void store(int i, int at, T* to, const Word& v, int left) {
-        Parts<T, WORD> parts;
+        Straddle<T, WORD> straddle;
         if (col == 1 && n >= LEAST_WORDS * WORD) {
-            const int lane = threadIdx.x % LANES, last_ahead = lane % 4 == 0 ? lane + 3 : lane - 1;
+            const int lane = threadIdx.x % LANES, from = lane % 4 == 0 ? lane + 3 : lane - 1;
             const unsigned shift = unsigned(size_t(to) % sizeof(Word));
-            const Word own = rotated(v, shift), given = shuffled(~0u, own, last_ahead);
-            parts = Parts<T, WORD>(shift, at > 0, min(left, FEATURES - at));
-            if (parts.word) store_joined(to, chosen(lane % 4 == 0, ahead[i], given), own, shift);
+            const Word own = rotated(v, shift), given = shuffled(~0u, own, from);
+            straddle = Straddle<T, WORD>(shift, at > 0, min(left, FEATURES - at));
+            if (straddle.stores_first) store_joined(to, chosen(lane % 4 == 0, ahead[i], given), own, shift);
             ahead[i] = given;
         }
-        parts.store_others(to, v, left, col);
+        straddle.store_rest(to, v, left, col);
     }
 };
 

@@ -94,6 +94,19 @@ def test_short_rows_are_multiplied_by_limbs_where_these_are_accurate() -> None:
         assert (skinny_product_for(p, "highest") is not None) == (k >= 64)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(("dtype", "n"), [("float32", 66), ("float32", 68), ("bfloat16", 68), ("bfloat16", 72)])
+def test_rows_of_whole_words_have_a_variant_without_code_for_others(dtype: str, n: int, saved: bool) -> None:
+    """The other variant takes rows that do not start or end on 16 bytes, and columns that are not adjacent."""
+    p = contiguous(100000, n, 32, dtype)._replace(limits=Limits(skinny=True, remat=False))
+    whole = n * ITEMSIZE[dtype] % 16 == 0
+    layouts = {Matrix((n, 1), True): whole, Matrix((80, 1), True): whole, Matrix((1, 100000), True): False}
+    layouts |= {Matrix((n, 1), False): False, Matrix((81, 1), True): False}
+    for y, in_words in layouts.items():
+        kernel = plan(p._replace(y=y), training=True, saved=saved, gemm="tiled").normalize.kernel
+        assert kernel.name == "skinny_normalize" and (("ANY_ROWS", "1") in kernel.defines) == (not in_words)
+
+
 @pytest.mark.parametrize("shape", [(3, 8192, 1), (64, 4096, 1), (4096, 512, 1)])
 def test_one_feature_is_a_matrix_vector_product_of_cublas(shape: tuple[int, int, int]) -> None:
     m, k, n = shape
